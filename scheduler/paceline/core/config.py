@@ -1,0 +1,53 @@
+"""The scheduler's settings: numbers only, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.params import Method
+from paceline.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits that every step keeps.
+
+    Attributes:
+        num_blocks: blocks in the KV pool.
+        block_size: token positions per block.
+        max_num_seqs: sequences running at once.
+        max_num_batched_tokens: rows per step: prompt chunks, decodes, draft slots and draft catch-up together.
+        max_model_len: prompt and completion tokens of one request at most.
+        max_queued: requests waiting at most.
+        max_depth: highest speculation depth of any request.
+        max_draft_len: positions that the draft model can see.
+        method: how drafts are made where a request leaves the choice to the server.
+        eos_token_ids: ids that end a completion unless it ignores them.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 4096
+    max_queued: int = 4096
+    max_depth: int = 8
+    max_draft_len: int = 1 << 30
+    method: Method = Method.NONE
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_queued")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise InvalidArgument(name, getattr(self, name), "an integer >= 1")
+        if self.max_depth < 0:
+            raise InvalidArgument("max_depth", self.max_depth, "an integer >= 0")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidArgument(
+                "max_num_batched_tokens", self.max_num_batched_tokens, f"at least max_num_seqs ({self.max_num_seqs})"
+            )
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` positions."""
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,138 @@
+"""What the core and the runner say to each other: frozen values, one pair per step.
+
+    schedule(now) -> StepPlan      execute(plan) -> StepResult      update(plan, result, now) -> outputs
+
+The runner keeps a mirror of every admitted request (`core/sequence.py`), so a plan carries what is new and nothing twice.
+That is also what lets a plan be made while the step before it still runs: a decode says *how many* rows to compute, and the
+runner, which knows by then what was accepted, knows *where*.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.core.params import Method, SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    EOS = "eos"
+    STOP_STRING = "stop_string"
+    STOP_TOKEN = "stop_token"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_LENGTH = "context_length"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a completion ended, and what matched if something did."""
+
+    reason: FinishReason
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that enters the batch, or comes back after a preemption.
+
+    Attributes:
+        token_ids: the prompt and, after a preemption, everything emitted so far. None of it is computed.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceWork:
+    """One request's part of a step.
+
+    Attributes:
+        num_tokens: known tokens to compute, from the first that has no KV on: a prompt chunk, or the 1 token of a decode.
+        samples: the run reaches the last known token, so the target's next token is sampled.
+        num_drafts: depth k_i: draft tokens verified behind it, in the same forward.
+        method: who drafts.
+        draft_catch_up: known tokens that a draft model may ingest in this step, before it drafts.
+        new_block_ids: blocks appended to the request's block table; they cover every row of this step.
+    """
+
+    request_id: int
+    num_tokens: int
+    samples: bool
+    num_drafts: int = 0
+    method: Method = Method.NONE
+    draft_catch_up: int = 0
+    new_block_ids: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the target's forward."""
+        return self.num_tokens + self.num_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. The runner applies `released`, then `admitted`, then `work`."""
+
+    step_id: int
+    released: tuple[int, ...]
+    admitted: tuple[Admission, ...]
+    work: tuple[SequenceWork, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(work.num_rows for work in self.work)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """What one request's work brought.
+
+    Attributes:
+        token_ids: accepted drafts and the recovered or bonus token after them; empty if the work does not sample. The
+            engine shortens it where the completion stops.
+        num_drafted: drafts verified, at most the planned depth (an n-gram may have less to propose).
+        num_accepted: drafts kept by the verifier.
+        acceptance: for each *reached* draft position, the probability that a draft there is accepted: the overlap
+            sum(min(p, q)), p(x) for one-hot drafts, 0 or 1 for greedy. Positions behind a rejection were not reached.
+        num_draft_computed: known tokens that have draft KV now.
+        finish: set by the engine where a stop was found.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
+    acceptance: tuple[float, ...] = ()
+    num_draft_computed: int = 0
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where a step's time went, in seconds. `total` covers the whole of `execute`."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+    sample: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One result per work of the plan, in the plan's order."""
+
+    step_id: int
+    sequences: tuple[SequenceResult, ...]
+    times: StepTimes = StepTimes()
+
+
+class StepRunner(Protocol):
+    """Executes plans in the order in which they were made."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. Mutates the runner's mirror and its KV; the plan stays as it is."""
+        ...

@@ -1,0 +1,168 @@
+"""A request inside the scheduler, from arrival to its one end."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+from paceline.core.acceptance import Acceptance
+from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.plan import Finish, SequenceWork
+
+
+class RequestStatus(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()  # waiting again, with nothing computed; its emitted tokens are kept
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Totals of one request. `drafted` counts drafts verified, `accepted` those that were emitted."""
+
+    verify_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    def record(self, drafted: int, accepted: int) -> None:
+        self.verify_steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        missing = accepted - len(self.accepted_by_position)
+        self.accepted_by_position.extend([0] * missing)
+        for position in range(accepted):
+            self.accepted_by_position[position] += 1
+
+
+class Request:
+    """Mutated by the scheduler only.
+
+    Attributes:
+        max_total_tokens: prompt and completion tokens at most: the request's own limit or the model's.
+        num_computed_tokens: leading tokens with target KV, as of the last result.
+        num_draft_computed: leading tokens with draft KV, as of the last result.
+        pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan outstanding).
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        stop: StopParams,
+        speculation: SpeculationParams,
+        arrival: float,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling = sampling
+        self.stop = stop
+        self.speculation = speculation
+        self.arrival = arrival
+
+        self.status = RequestStatus.WAITING
+        self.output_token_ids: list[int] = []
+        self.max_total_tokens = 0  # set by Scheduler.add
+        self.method = Method.NONE  # set by Scheduler.add
+        self.num_computed_tokens = 0
+        self.num_draft_computed = 0
+        self.pending: deque[SequenceWork] = deque()
+
+        self.acceptance = Acceptance()
+        self.counts = SpeculationCounts()
+        self.steps_without_drafts = 0
+        self.num_preemptions = 0
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and emitted."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def max_output_tokens(self) -> int:
+        return self.max_total_tokens - len(self.prompt_token_ids)
+
+    @property
+    def all_token_ids(self) -> tuple[int, ...]:
+        return self.prompt_token_ids + tuple(self.output_token_ids)
+
+    # With a plan outstanding the next token count is not known, but its bounds are. A step that samples emits between 1
+    # and depth + 1 tokens and leaves every known token but the newest computed.
+
+    @property
+    def awaits_sample(self) -> bool:
+        return any(work.samples for work in self.pending)
+
+    @property
+    def most_tokens(self) -> int:
+        """Known tokens once every pending result is in, at most."""
+        return self.num_tokens + sum(1 + work.num_drafts for work in self.pending if work.samples)
+
+    @property
+    def num_to_compute(self) -> int:
+        """Known tokens that will have no KV once every pending result is in."""
+        if self.awaits_sample:
+            return 1
+        return self.num_tokens - self.num_computed_tokens - sum(work.num_tokens for work in self.pending)
+
+    @property
+    def surely_ends(self) -> bool:
+        """The pending results reach the token limit, whatever they are."""
+        return self.num_tokens + sum(work.samples for work in self.pending) >= self.max_total_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """A finished request's account. Times are in seconds."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    method: Method
+    verify_steps: int
+    drafted_tokens: int
+    accepted_tokens: int
+    accepted_by_position: tuple[int, ...]
+    preemptions: int
+    queue_seconds: float
+    time_to_first_token: float
+    total_seconds: float
+
+    @classmethod
+    def of(cls, request: Request, now: float) -> RequestStats:
+        counts = request.counts
+        first_scheduled = now if request.first_scheduled is None else request.first_scheduled
+        first_token = now if request.first_token is None else request.first_token
+        return cls(
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=len(request.output_token_ids),
+            method=request.method,
+            verify_steps=counts.verify_steps,
+            drafted_tokens=counts.drafted,
+            accepted_tokens=counts.accepted,
+            accepted_by_position=tuple(counts.accepted_by_position),
+            preemptions=request.num_preemptions,
+            queue_seconds=first_scheduled - request.arrival,
+            time_to_first_token=first_token - request.arrival,
+            total_seconds=now - request.arrival,
+        )
+
+    @property
+    def acceptance_length(self) -> float:
+        """Emitted tokens per verify step."""
+        return self.completion_tokens / self.verify_steps if self.verify_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """New tokens of one request; `finish` and `stats` come once, with the last of them."""
+
+    request_id: int
+    token_offset: int
+    token_ids: tuple[int, ...]
+    finish: Finish | None = None
+    stats: RequestStats | None = None

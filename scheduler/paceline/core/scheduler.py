@@ -1,0 +1,341 @@
+"""Which tokens are computed in the next step: one rule and one budget for prompts, decodes and drafts.
+
+There is no prefill phase and no decode phase. Every request has known tokens, some of which have KV; a step moves that
+count forward, by a chunk of a prompt or by the one token of a decode, and samples where it reaches the end. Drafts are
+optional work behind a decode: they get the rows and blocks that are left when everyone else is served, and are the first
+to shrink when memory is short.
+
+`schedule` may be called with one plan outstanding, before `update` has seen its result: then a request's length is known
+only within bounds (`Request.most_tokens`), and blocks are allocated for the upper one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.core.acceptance import Acceptance
+from paceline.core.config import SchedulerConfig
+from paceline.core.depth import DepthCandidate, DepthPolicy
+from paceline.core.kv_cache_manager import KVCacheManager
+from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan, StepResult
+from paceline.core.queue import RequestQueue
+from paceline.core.request import Request, RequestOutput, RequestStats, RequestStatus
+from paceline.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
+
+MAX_OUTSTANDING = 2  # the plan that runs and the one made meanwhile
+
+
+class Scheduler:
+    """Owns every live request and all KV bookkeeping. Not thread-safe: one caller, who also provides the time."""
+
+    def __init__(self, config: SchedulerConfig, depth_policy: DepthPolicy) -> None:
+        self.config = config
+        self.depth_policy = depth_policy
+        self.kv = KVCacheManager(config.num_blocks, config.block_size)
+        self.waiting = RequestQueue()
+        self.running: dict[int, Request] = {}  # in arrival order
+        self.requests: dict[int, Request] = {}
+        self.drafter_acceptance: dict[Method, Acceptance] = {method: Acceptance() for method in Method}
+        self._released: list[int] = []  # the runner still mirrors these
+        self._num_steps = 0
+        self._num_outstanding = 0
+
+    # -- requests in and out --------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: int,
+        prompt_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        stop: StopParams,
+        speculation: SpeculationParams,
+        now: float,
+    ) -> Request:
+        """Queue a request. Ids are never used twice, so that a late result cannot meet a newer request.
+
+        Raises:
+            AlreadyExists: the id is live.
+            InvalidArgument: the prompt is empty or leaves no room for a token.
+            ResourceExhausted: it could never fit the KV pool.
+            Unavailable: the queue is full.
+        """
+        config = self.config
+        if request_id in self.requests:
+            raise AlreadyExists(f"request {request_id} is live")
+        if not prompt_token_ids:
+            raise InvalidArgument("prompt", [], "at least one token")
+        if len(prompt_token_ids) >= config.max_model_len:
+            raise InvalidArgument(
+                "prompt", f"{len(prompt_token_ids)} tokens", f"at most {config.max_model_len - 1} tokens (the model's length less one)"
+            )
+        max_tokens = config.max_model_len if stop.max_tokens is None else stop.max_tokens
+        max_total = min(len(prompt_token_ids) + max_tokens, config.max_model_len)
+        if config.blocks_for(max_total) > config.num_blocks:
+            raise ResourceExhausted(
+                f"prompt and completion of up to {max_total} tokens can never fit the KV cache of "
+                f"{config.num_blocks * config.block_size} tokens"
+            )
+        if len(self.waiting) >= config.max_queued:
+            raise Unavailable(f"{len(self.waiting)} requests are waiting, as many as max_queued allows")
+        request = Request(request_id, prompt_token_ids, sampling, stop, speculation, now)
+        request.max_total_tokens = max_total
+        request.method = config.method if speculation.method is None else speculation.method
+        self.requests[request_id] = request
+        self.waiting.push(request)
+        return request
+
+    def abort(self, request_id: int) -> bool:
+        """End a request now, at whatever stage; its blocks are free on return. False if it is not live.
+
+        A result still to come for it is dropped. Blocks may be reused at once although a step may still write to them:
+        steps run in order, so the new owner writes later, and reads only what it wrote.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request)
+        return True
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    # -- one step -------------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan:
+        """Plan the next step. The plan may hold no work, if none can be planned before an outstanding result is in."""
+        assert self._num_outstanding < MAX_OUTSTANDING, "more than one plan is outstanding"
+        step = _Step(self.config.max_num_batched_tokens)
+        preempted = self._continue_running(step)
+        if not preempted:
+            self._admit_waiting(step, now)
+        self._add_drafts(step)
+        if not step.work:
+            return StepPlan(self._num_steps, (), (), ())
+        for request_id, work in step.work.items():
+            self.requests[request_id].pending.append(work)
+        plan = StepPlan(self._num_steps, tuple(self._released), tuple(step.admitted), tuple(step.work.values()))
+        self._released.clear()
+        self._num_steps += 1
+        self._num_outstanding += 1
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> tuple[RequestOutput, ...]:
+        """Commit a step's result; plans are updated in the order in which they were made.
+
+        Results of requests that ended meanwhile are dropped. A request that was preempted meanwhile keeps the tokens, which
+        are as good as any, but not the KV.
+        """
+        assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
+        self._num_outstanding -= 1
+        outputs = []
+        for work, sequence in zip(plan.work, result.sequences, strict=True):
+            assert work.request_id == sequence.request_id, (work, sequence)
+            request = self.requests.get(work.request_id)
+            if request is None:
+                continue
+            planned = request.pending.popleft()
+            assert planned is work, (planned, work)
+            output = self._commit(request, work, sequence, now)
+            if output is not None:
+                outputs.append(output)
+        return tuple(outputs)
+
+    # -- planning -------------------------------------------------------------------------------------------------------
+
+    def _continue_running(self, step: _Step) -> bool:
+        """Give every running request its rows, in arrival order. True if somebody had to be preempted for it."""
+        preempted = False
+        order = list(self.running.values())
+        for index, request in enumerate(order):
+            if request.status is not RequestStatus.RUNNING or request.surely_ends:
+                continue
+            # One row stays reserved for each request behind this one, so that a long prompt never stops their decodes.
+            rows = min(request.num_to_compute, step.budget - (len(order) - index - 1))
+            if rows <= 0:
+                continue
+            while (blocks := self.kv.grow(request.request_id, self._end_position(request, rows))) is None:
+                victim = next(reversed(self.running.values()))
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            else:
+                step.add(self._work(request, rows, blocks))
+        return preempted
+
+    def _admit_waiting(self, step: _Step, now: float) -> None:
+        """Admit from the head of the queue while rows, places and blocks for the whole of its known tokens are left."""
+        while (request := self.waiting.first()) is not None:
+            if step.budget <= 0 or len(self.running) >= self.config.max_num_seqs:
+                return
+            # A preempted request waits for its outstanding results: they may bring tokens, or its end.
+            if request.pending:
+                return
+            missing = self.kv.num_missing_blocks(request.request_id, request.num_tokens)
+            if missing > self._spare_blocks:
+                return
+            blocks = self.kv.grow(request.request_id, request.num_tokens)
+            assert blocks is not None
+            self.waiting.remove(request)
+            self.running[request.request_id] = request
+            request.status = RequestStatus.RUNNING
+            if request.first_scheduled is None:
+                request.first_scheduled = now
+            step.admitted.append(Admission(request.request_id, request.all_token_ids, request.sampling))
+            step.add(self._work(request, min(request.num_tokens, step.budget), blocks))
+
+    def _work(self, request: Request, rows: int, blocks: tuple[int, ...]) -> SequenceWork:
+        """Target rows for one request; a request that drafts with a model lets it read along with a prompt."""
+        samples = rows == request.num_to_compute
+        catch_up = 0
+        if request.method is Method.DRAFT_MODEL and not self._decodes(request) and self._highest_depth(request) > 0:
+            catch_up = rows
+        return SequenceWork(request.request_id, rows, samples, method=request.method, draft_catch_up=catch_up, new_block_ids=blocks)
+
+    def _add_drafts(self, step: _Step) -> None:
+        """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
+        works = [w for w in step.work.values() if w.samples and w.num_tokens == 1 and self._highest_depth(self.requests[w.request_id]) > 0]
+        depths = self.depth_policy.choose([self._candidate(self.requests[w.request_id]) for w in works])
+        for work, depth in zip(works, depths, strict=True):
+            request = self.requests[work.request_id]
+            # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
+            gap = request.most_tokens - request.num_draft_computed if depth and work.method is Method.DRAFT_MODEL else 0
+            behind = max(0, gap - work.num_tokens)
+            if behind > step.budget:
+                depth, behind = 0, step.budget
+                gap = behind + work.num_tokens
+            depth, blocks = self._grow_for_drafts(request, min(depth, step.budget - behind))
+            step.budget -= depth + behind
+            step.work[work.request_id] = replace(
+                work, num_drafts=depth, draft_catch_up=gap, new_block_ids=work.new_block_ids + blocks
+            )
+
+    def _grow_for_drafts(self, request: Request, depth: int) -> tuple[int, tuple[int, ...]]:
+        """Slots for drafts, allocated before drafting: the depth there is room for, and the new blocks."""
+        known = request.most_tokens
+        room = self.kv.capacity(request.request_id) + self._spare_blocks * self.config.block_size - known
+        depth = max(0, min(depth, room))
+        blocks = self.kv.grow(request.request_id, known + depth) if depth else ()
+        assert blocks is not None
+        return depth, blocks
+
+    @property
+    def _spare_blocks(self) -> int:
+        """Free blocks for optional work, admissions and drafts: one is kept back for the next token of each running request."""
+        return max(0, self.kv.num_free_blocks - len(self.running))
+
+    def _candidate(self, request: Request) -> DepthCandidate:
+        highest = self._highest_depth(request)
+        prior = self.drafter_acceptance[request.method].rate()
+        return DepthCandidate(
+            method=request.method,
+            acceptance=request.acceptance.rate(prior),
+            lowest=min(request.speculation.min_depth, highest),
+            highest=highest,
+            steps_without_drafts=request.steps_without_drafts,
+        )
+
+    def _highest_depth(self, request: Request) -> int:
+        """No draft may be of use behind the request's last token, nor lie behind the draft model's length."""
+        if request.method is Method.NONE:
+            return 0
+        highest = min(self.config.max_depth, request.max_total_tokens - request.most_tokens - 1)
+        if request.speculation.max_depth is not None:
+            highest = min(highest, request.speculation.max_depth)
+        if request.method is Method.DRAFT_MODEL:
+            highest = min(highest, self.config.max_draft_len - request.most_tokens)
+        return max(0, highest)
+
+    @staticmethod
+    def _decodes(request: Request) -> bool:
+        return bool(request.output_token_ids or request.awaits_sample) and request.num_to_compute == 1
+
+    @staticmethod
+    def _end_position(request: Request, rows: int) -> int:
+        """Token positions that must have slots once `rows` more known tokens are computed."""
+        return request.most_tokens - request.num_to_compute + rows
+
+    # -- transitions ----------------------------------------------------------------------------------------------------
+
+    def _commit(self, request: Request, work: SequenceWork, sequence: SequenceResult, now: float) -> RequestOutput | None:
+        running = request.status is RequestStatus.RUNNING
+        if running:
+            request.num_draft_computed = sequence.num_draft_computed
+        if not work.samples:
+            if running:
+                request.num_computed_tokens += work.num_tokens
+            return None
+        token_ids = sequence.token_ids
+        offset = len(request.output_token_ids)
+        request.output_token_ids.extend(token_ids)
+        if running:
+            request.num_computed_tokens = request.num_tokens - 1
+        assert request.num_tokens <= request.max_total_tokens, (request.num_tokens, request.max_total_tokens)
+        if token_ids and request.first_token is None:
+            request.first_token = now
+        request.counts.record(sequence.num_drafted, min(sequence.num_accepted, len(token_ids)))
+        request.acceptance.observe(sequence.acceptance)
+        self.drafter_acceptance[work.method].observe(sequence.acceptance)
+        request.steps_without_drafts = 0 if work.num_drafts else request.steps_without_drafts + 1
+        if sequence.finish is None:
+            return RequestOutput(request.request_id, offset, token_ids)
+        stats = RequestStats.of(request, now)
+        self._end(request)
+        return RequestOutput(request.request_id, offset, token_ids, sequence.finish, stats)
+
+    def _preempt(self, request: Request) -> None:
+        """Take all blocks back; the request will be computed anew, its emitted tokens included."""
+        del self.running[request.request_id]
+        self.kv.free(request.request_id)
+        self._released.append(request.request_id)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_draft_computed = 0
+        request.num_preemptions += 1
+        self.waiting.push_front(request)
+
+    def _end(self, request: Request) -> None:
+        """The one way out, for finished and aborted requests alike."""
+        if request.status is RequestStatus.RUNNING:
+            del self.running[request.request_id]
+            self._released.append(request.request_id)
+        self.waiting.remove(request)
+        self.kv.free(request.request_id)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the books do not balance. Mutates nothing."""
+        self.kv.check_invariants()
+        config = self.config
+        assert len(self.running) <= config.max_num_seqs
+        waiting = {request.request_id for request in self.waiting}
+        assert not waiting & self.running.keys(), "running and waiting"
+        assert waiting | self.running.keys() == self.requests.keys(), "live = running + waiting"
+        arrivals = [request.arrival for request in self.running.values()]
+        assert arrivals == sorted(arrivals), "running is in arrival order"
+        for request in self.requests.values():
+            assert len(request.pending) <= MAX_OUTSTANDING
+            assert 0 <= request.num_computed_tokens < request.num_tokens <= request.max_total_tokens
+            assert request.num_draft_computed <= request.num_tokens
+            if request.status is RequestStatus.RUNNING:
+                # A running request's first chunk is planned when it is admitted, with blocks for all its known tokens.
+                assert self.kv.capacity(request.request_id) >= request.num_tokens - 1
+            else:
+                assert request.num_computed_tokens == 0
+                assert not self.kv.table(request.request_id), "a waiting request owns blocks"
+
+
+class _Step:
+    """A plan in the making."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # rows left
+        self.work: dict[int, SequenceWork] = {}
+        self.admitted: list[Admission] = []
+
+    def add(self, work: SequenceWork) -> None:
+        self.work[work.request_id] = work
+        self.budget -= work.num_rows

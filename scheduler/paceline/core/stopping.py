@@ -1,0 +1,23 @@
+"""Where a run of tokens ends a completion: stop ids and lengths. Stop strings need text and live in the engine."""
+
+from __future__ import annotations
+
+from paceline.core.plan import Finish, FinishReason
+from paceline.core.request import Request
+
+
+def cut_run(request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], Finish | None]:
+    """Cut the tokens of a step behind the first that ends the completion.
+
+    A stop id wins over a length reached by the same token. The request's own stop ids win over the model's EOS.
+    """
+    room = request.max_total_tokens - request.num_tokens
+    for index, token in enumerate(token_ids[:room]):
+        if token in request.stop.token_ids:
+            return token_ids[: index + 1], Finish(FinishReason.STOP_TOKEN, stop_token_id=token)
+        if token in eos_token_ids and not request.stop.ignore_eos:
+            return token_ids[: index + 1], Finish(FinishReason.EOS, stop_token_id=token)
+    if len(token_ids) < room:
+        return token_ids, None
+    own_limit = request.stop.max_tokens is not None and request.stop.max_tokens <= request.max_output_tokens
+    return token_ids[:room], Finish(FinishReason.MAX_TOKENS if own_limit else FinishReason.CONTEXT_LENGTH)

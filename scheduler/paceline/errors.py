@@ -1,0 +1,78 @@
+"""Every error that Paceline raises on purpose.
+
+    PacelineError
+    +- InvalidArgument        a field of a request or setting has a value that is not allowed
+    +- NotFound               a name that nothing here has
+    +- AlreadyExists          a name that must be new is taken
+    +- FailedPrecondition     known, but not enabled or not supported here
+    +- ResourceExhausted      it can never fit, or a quota is used up
+    +- Unavailable            not now: draining, full, still loading
+    +- DeadlineExceeded       the caller's time ran out
+    +- Cancelled              the caller, or somebody for the caller, gave up
+    +- ModelLoadError         a checkpoint that cannot be served
+    +- EngineDead             the engine failed; every live request ends with this
+
+This module imports nothing of ours, so that every part, the pure core included, may raise from one tree.
+`server/status.py` maps it to gRPC codes, in one table.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of the tree. `str(error)` is safe to show to a client."""
+
+
+class InvalidArgument(PacelineError):
+    """A value that is not allowed.
+
+    Args:
+        field: dotted name as the client wrote it, `sampling.top_p`.
+        value: what was given.
+        allowed: what would have been accepted, in words.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field} = {shown}: must be {allowed}")
+        self.field = field
+        self.allowed = allowed
+
+
+
+class NotFound(PacelineError):
+    """A name that nothing here has."""
+
+
+class AlreadyExists(PacelineError):
+    """A name that must be new is taken."""
+
+
+class FailedPrecondition(PacelineError):
+    """Known, but not enabled or not supported by this server."""
+
+
+class ResourceExhausted(PacelineError):
+    """It can never fit, or a quota is used up."""
+
+
+class Unavailable(PacelineError):
+    """Not now: draining, full or still loading. Worth a retry."""
+
+
+class DeadlineExceeded(PacelineError):
+    """The caller's time ran out."""
+
+
+class Cancelled(PacelineError):
+    """The caller, or somebody for the caller, gave up."""
+
+
+class ModelLoadError(PacelineError):
+    """A checkpoint that cannot be served: names the file, the tensor and what was expected."""
+
+
+class EngineDead(PacelineError):
+    """The engine failed; every live request ends with this."""
