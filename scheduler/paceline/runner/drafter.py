@@ -1,0 +1,41 @@
+"""The seam behind which drafts are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.core.plan import SequenceWork
+from paceline.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens proposed for one sequence.
+
+    Attributes:
+        token_ids: at most the planned depth.
+        probs: the distributions that the tokens were drawn from, after every processor, [len(token_ids), vocab] float32.
+            None: the tokens were chosen, not drawn (one-hot).
+    """
+
+    token_ids: list[int]
+    probs: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Proposes tokens at depths that it is given; it never chooses one."""
+
+    def propose(self, batch: Seq[tuple[Sequence, SequenceWork]]) -> list[Draft]:
+        """A draft for each sequence, in order; of depth 0 an empty one, after any catch-up that was planned.
+
+        Reads the sequences and may move `num_draft_computed`, nothing else of them.
+        """
+        ...
+
+    def release(self, request_id: int) -> None:
+        """Forget a sequence. Unknown ids have no effect."""
+        ...

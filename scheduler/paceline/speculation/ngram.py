@@ -1,0 +1,52 @@
+"""Prompt lookup: what followed the last few tokens when they stood in the text before (Saxena 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from paceline.core.plan import SequenceWork
+from paceline.core.sequence import Sequence
+from paceline.runner.drafter import Draft
+
+LONGEST, SHORTEST = 4, 2
+
+
+class Ngram:
+    """Implements `Drafter`: one-hot drafts, no model, no KV."""
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, _Index] = {}
+
+    def propose(self, batch: Seq[tuple[Sequence, SequenceWork]]) -> list[Draft]:
+        drafts = []
+        for sequence, work in batch:
+            index = self._indexes.setdefault(sequence.request_id, _Index())
+            index.read(sequence.token_ids)
+            drafts.append(Draft(index.continuation(sequence.token_ids, work.num_drafts)))
+        return drafts
+
+    def release(self, request_id: int) -> None:
+        self._indexes.pop(request_id, None)
+
+
+class _Index:
+    """Where each n-gram of a growing text last ended; grows with the text, in O(1) per token."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._num_read = 0
+
+    def read(self, token_ids: list[int]) -> None:
+        """Take in every n-gram that something follows: those ending before the newest token."""
+        for end in range(self._num_read + 1, len(token_ids)):
+            for n in range(SHORTEST, min(LONGEST, end) + 1):
+                self._ends[tuple(token_ids[end - n : end])] = end
+        self._num_read = max(self._num_read, len(token_ids) - 1)
+
+    def continuation(self, token_ids: list[int], count: int) -> list[int]:
+        """Up to `count` tokens that followed the longest, latest match of the text's end; none without a match."""
+        for n in range(min(LONGEST, len(token_ids)), SHORTEST - 1, -1):
+            end = self._ends.get(tuple(token_ids[-n:]))
+            if end is not None:
+                return token_ids[end : end + count]
+        return []

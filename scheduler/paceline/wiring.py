@@ -1,0 +1,221 @@
+"""The one place where concrete classes meet: from settings to an engine that is ready to serve."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline import demo
+from paceline.core.config import SchedulerConfig
+from paceline.core.depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.scheduler import Scheduler
+from paceline.engine import Engine, GenerationRequest
+from paceline.engine.tokenizer import TransformersTokenizer
+from paceline.errors import InvalidArgument
+from paceline.models import Decoder, ModelConfig, load_model, load_model_config
+from paceline.models.tokenizer import load_tokenizer
+from paceline.runner import Drafter, KVCache, ModelRunner
+from paceline.speculation import DraftModel, Ngram
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULT_MEMORY_SHARE = 0.25  # of the memory that is free at start, for KV
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an operator chooses; None lets the model or the machine decide.
+
+    Attributes:
+        model: a Hugging Face directory, or "demo" for the embedded target.
+        draft: a directory, "demo" for the embedded draft, "ngram" or "none".
+        dtype: "auto", "float32" or "bfloat16".
+        kv_cache_memory: bytes for target and draft KV together.
+        depth: "auto", "off", or a number of drafts for every request.
+    """
+
+    model: str = "demo"
+    draft: str = "none"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    kv_cache_memory: int | None = None
+    block_size: int = 16
+    seed: int = 0
+    depth: str = "auto"
+
+
+def build_engine(settings: EngineSettings) -> Engine:
+    """Load the models, size the KV cache and warm up.
+
+    Raises:
+        InvalidArgument: a setting has a value that is not allowed, or target and draft do not go together.
+        ModelLoadError: a checkpoint cannot be read.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = _choose_dtype(settings.dtype, device)
+    model_path, draft_path = _model_path(settings.model), _draft_path(settings.draft)
+    config = load_model_config(model_path)
+    draft_config = None if draft_path is None else load_model_config(draft_path)
+    tokenizer = load_tokenizer(model_path)
+    if draft_config is not None and draft_path is not None:
+        _check_pair(settings, config, draft_config, tokenizer.get_vocab(), load_tokenizer(draft_path).get_vocab())
+    method, policy, max_depth = _speculation(settings)
+    max_model_len = _choose_max_model_len(settings, config)
+    num_blocks = _choose_num_blocks(settings, config, draft_config, max_model_len, dtype, device)
+    scheduler_config = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_depth=max_depth,
+        method=method,
+        eos_token_ids=config.eos_token_ids,
+        **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
+    )
+    target = load_model(model_path, dtype, device)
+    drafters: dict[Method, Drafter] = {Method.NGRAM: Ngram()}
+    if draft_path is not None and draft_config is not None:
+        draft = load_model(draft_path, dtype, device)
+        draft_kv = KVCache(draft_config, num_blocks, settings.block_size, dtype, device)
+        drafters[Method.DRAFT_MODEL] = DraftModel(draft, draft_kv, settings.seed)
+    target_kv = KVCache(config, num_blocks, settings.block_size, dtype, device)
+    engine = Engine(
+        Scheduler(scheduler_config, policy),
+        ModelRunner(target, target_kv, drafters, settings.seed),
+        TransformersTokenizer(tokenizer),
+        model_name=settings.model,
+        methods=frozenset(drafters),
+        default_sampling=_default_sampling(config),
+    )
+    _warm_up(engine, target)
+    return engine
+
+
+def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        if device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        capabilities = torch.cpu.get_capabilities()
+        fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16")
+        return torch.bfloat16 if fast else torch.float32
+    if name not in DTYPES:
+        raise InvalidArgument("dtype", name, "auto, float32 or bfloat16")
+    return DTYPES[name]
+
+
+def _model_path(name: str) -> Path:
+    return demo.TARGET if name == "demo" else Path(name)
+
+
+def _draft_path(name: str) -> Path | None:
+    if name in ("none", "ngram"):
+        return None
+    return demo.DRAFT if name == "demo" else Path(name)
+
+
+def _speculation(settings: EngineSettings) -> tuple[Method, DepthPolicy, int]:
+    """Who drafts unless a request says otherwise, how depths are chosen, and the highest."""
+    method = {"none": Method.NONE, "ngram": Method.NGRAM}.get(settings.draft, Method.DRAFT_MODEL)
+    highest = SchedulerConfig.max_depth
+    if settings.depth == "auto":
+        return method, AdaptiveDepth(), highest
+    if settings.depth == "off":
+        return Method.NONE, FixedDepth(0), 0
+    if not settings.depth.isdecimal():
+        raise InvalidArgument("depth", settings.depth, "auto, off or an integer >= 0")
+    depth = int(settings.depth)
+    return method, FixedDepth(depth), max(depth, highest)
+
+
+def _check_pair(
+    settings: EngineSettings, target: ModelConfig, draft: ModelConfig, vocab: dict[str, int], draft_vocab: dict[str, int]
+) -> None:
+    """Drafts are token ids, so both models must mean the same by every id."""
+    if target.vocab_size != draft.vocab_size:
+        raise InvalidArgument(
+            "draft", settings.draft, f"of the target's vocabulary size, {target.vocab_size}; it has {draft.vocab_size}"
+        )
+    if vocab != draft_vocab:
+        example = next(t for t in sorted(vocab.keys() | draft_vocab.keys()) if vocab.get(t) != draft_vocab.get(t))
+        raise InvalidArgument(
+            "draft",
+            settings.draft,
+            f"of the target's tokenizer; token {example!r} has id {vocab.get(example)} there and {draft_vocab.get(example)} here",
+        )
+
+
+def _choose_max_model_len(settings: EngineSettings, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    if settings.max_model_len is None:
+        return longest
+    if not 2 <= settings.max_model_len <= longest:
+        raise InvalidArgument("max_model_len", settings.max_model_len, f"between 2 and the model's length, {longest}")
+    return settings.max_model_len
+
+
+def _choose_num_blocks(
+    settings: EngineSettings,
+    config: ModelConfig,
+    draft: ModelConfig | None,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Blocks that the KV memory holds; at least one request of full length must fit."""
+    size = settings.block_size
+    if size < 1:
+        raise InvalidArgument("block_size", size, "an integer >= 1")
+    per_block = KVCache.bytes_per_block(config, size, dtype)
+    if draft is not None:
+        per_block += KVCache.bytes_per_block(draft, size, dtype)
+    needed = -(-max_model_len // size)
+    if settings.kv_cache_memory is None:
+        # Never more than every running request could use.
+        return max(needed, min(needed * settings.max_num_seqs, int(_free_memory(device) * DEFAULT_MEMORY_SHARE) // per_block))
+    num_blocks = settings.kv_cache_memory // per_block
+    if num_blocks < needed:
+        raise InvalidArgument(
+            "kv_cache_memory",
+            settings.kv_cache_memory,
+            f"at least {needed * per_block} bytes, for one request of max_model_len = {max_model_len} tokens",
+        )
+    return num_blocks
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _default_sampling(config: ModelConfig) -> SamplingParams:
+    """The checkpoint's recommendation, where it has one."""
+    given = config.generation
+    return SamplingParams(
+        temperature=1.0 if given.temperature is None else given.temperature,
+        top_k=0 if given.top_k is None else given.top_k,
+        top_p=1.0 if given.top_p is None else given.top_p,
+    )
+
+
+def _warm_up(engine: Engine, target: Decoder) -> None:
+    """Serve one short request, so that the first user does not wait for lazy set-up. Leaves no trace but its request id."""
+    for temperature in (0.0, 1.0):
+        engine.add(
+            GenerationRequest(
+                prompt=tuple(range(1, min(9, target.config.vocab_size))),
+                sampling=SamplingParams(temperature=temperature),
+                stop=StopParams(max_tokens=4, ignore_eos=True),
+                speculation=SpeculationParams(min_depth=1),
+            )
+        )
+    while engine.has_work:
+        engine.step()
+    engine.reset_totals()
