@@ -41,7 +41,6 @@ class InvalidArgument(PacelineError):
         self.allowed = allowed
 
 
-
 class NotFound(PacelineError):
     """A name that nothing here has."""
 

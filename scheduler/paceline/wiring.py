@@ -15,6 +15,7 @@ from paceline.core.params import Method, SamplingParams, SpeculationParams, Stop
 from paceline.core.scheduler import Scheduler
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.tokenizer import TransformersTokenizer
+from paceline.engine.totals import Totals
 from paceline.errors import InvalidArgument
 from paceline.models import Decoder, ModelConfig, load_model, load_model_config
 from paceline.models.tokenizer import load_tokenizer
@@ -22,6 +23,7 @@ from paceline.runner import Drafter, KVCache, ModelRunner
 from paceline.speculation import DraftModel, Ngram
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_DEPTH = 8  # of any request, unless the operator fixes a higher depth for all
 DEFAULT_MEMORY_SHARE = 0.25  # of the memory that is free at start, for KV
 
 
@@ -90,7 +92,8 @@ def build_engine(settings: EngineSettings) -> Engine:
         ModelRunner(target, target_kv, drafters, settings.seed),
         TransformersTokenizer(tokenizer),
         model_name=settings.model,
-        methods=frozenset(drafters),
+        vocab_size=config.vocab_size,
+        methods=drafters,
         default_sampling=_default_sampling(config),
     )
     _warm_up(engine, target)
@@ -122,19 +125,22 @@ def _draft_path(name: str) -> Path | None:
 def _speculation(settings: EngineSettings) -> tuple[Method, DepthPolicy, int]:
     """Who drafts unless a request says otherwise, how depths are chosen, and the highest."""
     method = {"none": Method.NONE, "ngram": Method.NGRAM}.get(settings.draft, Method.DRAFT_MODEL)
-    highest = SchedulerConfig.max_depth
     if settings.depth == "auto":
-        return method, AdaptiveDepth(), highest
+        return method, AdaptiveDepth(), MAX_DEPTH
     if settings.depth == "off":
         return Method.NONE, FixedDepth(0), 0
     if not settings.depth.isdecimal():
         raise InvalidArgument("depth", settings.depth, "auto, off or an integer >= 0")
     depth = int(settings.depth)
-    return method, FixedDepth(depth), max(depth, highest)
+    return method, FixedDepth(depth), max(depth, MAX_DEPTH)
 
 
 def _check_pair(
-    settings: EngineSettings, target: ModelConfig, draft: ModelConfig, vocab: dict[str, int], draft_vocab: dict[str, int]
+    settings: EngineSettings,
+    target: ModelConfig,
+    draft: ModelConfig,
+    vocab: dict[str, int],
+    draft_vocab: dict[str, int],
 ) -> None:
     """Drafts are token ids, so both models must mean the same by every id."""
     if target.vocab_size != draft.vocab_size:
@@ -146,7 +152,8 @@ def _check_pair(
         raise InvalidArgument(
             "draft",
             settings.draft,
-            f"of the target's tokenizer; token {example!r} has id {vocab.get(example)} there and {draft_vocab.get(example)} here",
+            f"of the target's tokenizer; token {example!r} has id {vocab.get(example)} there, "
+            f"{draft_vocab.get(example)} here",
         )
 
 
@@ -177,7 +184,9 @@ def _choose_num_blocks(
     needed = -(-max_model_len // size)
     if settings.kv_cache_memory is None:
         # Never more than every running request could use.
-        return max(needed, min(needed * settings.max_num_seqs, int(_free_memory(device) * DEFAULT_MEMORY_SHARE) // per_block))
+        return max(
+            needed, min(needed * settings.max_num_seqs, int(_free_memory(device) * DEFAULT_MEMORY_SHARE) // per_block)
+        )
     num_blocks = settings.kv_cache_memory // per_block
     if num_blocks < needed:
         raise InvalidArgument(
@@ -206,7 +215,10 @@ def _default_sampling(config: ModelConfig) -> SamplingParams:
 
 
 def _warm_up(engine: Engine, target: Decoder) -> None:
-    """Serve one short request, so that the first user does not wait for lazy set-up. Leaves no trace but its request id."""
+    """Serve one short request, so that the first user does not wait for lazy set-up.
+
+    Leaves no trace but its request id.
+    """
     for temperature in (0.0, 1.0):
         engine.add(
             GenerationRequest(
@@ -218,4 +230,4 @@ def _warm_up(engine: Engine, target: Decoder) -> None:
         )
     while engine.has_work:
         engine.step()
-    engine.reset_totals()
+    engine.totals = Totals()

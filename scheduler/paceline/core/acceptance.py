@@ -13,9 +13,9 @@ PRIOR_RATE = 0.7  # of a drafter that nobody has observed yet
 class Acceptance:
     """An EMA of acceptance over *reached* draft positions.
 
-    The number of accepted drafts is geometric and right-censored at the depth: positions behind a rejection say nothing.
-    So the estimate is EMA(accepted) / EMA(accepted + rejected), which is the censored maximum likelihood estimate, and not
-    accepted / depth, which is biased low and throttles itself (0.59 for a true 0.8 at depth 4).
+    The number of accepted drafts is geometric and right-censored at the depth: positions behind a rejection say
+    nothing. So the estimate is EMA(accepted) / EMA(accepted + rejected), which is the censored maximum likelihood
+    estimate, and not accepted / depth, which is biased low and throttles itself (0.59 for a true 0.8 at depth 4).
 
     Observations are probabilities where the verifier knows them (the overlap of p and q), which has less variance than
     drawing 0 or 1 with that probability and has the same mean.

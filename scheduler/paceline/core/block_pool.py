@@ -8,8 +8,9 @@ from collections import deque
 class BlockPool:
     """Hands out block ids and takes them back.
 
-    free + owned = total, at any moment. A block's reference count is the number of block tables that hold it; it is free
-    exactly when the count is 0. Blocks come back in the order they were released, so that the same calls give the same ids.
+    free + owned = total, at any moment. A block's reference count is the number of block tables that hold it; it is
+    free exactly when the count is 0. Blocks come back in the order they were released, so that the same calls give the
+    same ids.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -30,7 +31,9 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: list[int]) -> None:
-        """Drop one reference of each block, the last of a table first: later blocks are the less likely to be reused."""
+        """Drop one reference of each block, the last of a table first: later blocks are the less likely to be
+        reused.
+        """
         for block in reversed(blocks):
             assert self.ref_counts[block] > 0, f"block {block} released twice"
             self.ref_counts[block] -= 1

@@ -35,7 +35,10 @@ class DepthPolicy(Protocol):
     """Chooses from history alone, never from a drawn draft: that would bias sampled output."""
 
     def choose(self, candidates: Sequence[DepthCandidate]) -> list[int]:
-        """A depth for each candidate, within its bounds. The scheduler may grant less where memory or budget is short."""
+        """A depth for each candidate, within its bounds.
+
+        The scheduler may grant less where memory or budget is short.
+        """
         ...
 
 
@@ -53,8 +56,8 @@ class FixedDepth:
 class AdaptiveDepth:
     """Each request on its own: the depth with the most expected tokens per unit of time.
 
-    With acceptance a, depth k emits (1 - a^(k+1)) / (1 - a) tokens (Leviathan et al. 2023, eq. 1) in 1 + price * k verify
-    passes. A request at depth 0 learns nothing about itself, so now and then it probes with one draft.
+    With acceptance a, depth k emits (1 - a^(k+1)) / (1 - a) tokens (Leviathan et al. 2023, eq. 1) in 1 + price * k
+    verify passes. A request at depth 0 learns nothing about itself, so now and then it probes with one draft.
     """
 
     def choose(self, candidates: Sequence[DepthCandidate]) -> list[int]:

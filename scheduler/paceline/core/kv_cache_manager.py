@@ -10,7 +10,8 @@ from paceline.core.block_pool import BlockPool
 class KVCacheManager:
     """Owns the pool and one block table per running request.
 
-    Position i of a request lives in slot `table[i // block_size] * block_size + i % block_size`. Tables only grow, and go
+    Position i of a request lives in slot `table[i // block_size] * block_size + i % block_size`. Tables only grow, and
+    go
     back as a whole: slots of rejected drafts stay with their request, whose next tokens overwrite them.
     """
 
@@ -32,7 +33,9 @@ class KVCacheManager:
         return max(0, -(-(num_tokens - self.capacity(request_id)) // self.block_size))
 
     def grow(self, request_id: int, num_tokens: int) -> tuple[int, ...] | None:
-        """Make room for `num_tokens` positions; the new block ids, or None, with nothing changed, if too few are free."""
+        """Make room for `num_tokens` positions; the new block ids, or None, with nothing changed, if too few are
+        free.
+        """
         missing = self.num_missing_blocks(request_id, num_tokens)
         if missing > self.num_free_blocks:
             return None

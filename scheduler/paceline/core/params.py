@@ -53,7 +53,8 @@ class StopParams:
 
     Attributes:
         max_tokens: completion tokens at most; None means up to the model's length.
-        strings: stop strings, matched in the text across token boundaries; cut from the text unless `include_stop_string`.
+        strings: stop strings, matched in the text across token boundaries; cut from the text unless
+            `include_stop_string`.
         token_ids: stop ids; the id itself ends the completion's ids and is no part of its text.
         ignore_eos: the model's end-of-sequence ids do not end the completion.
     """

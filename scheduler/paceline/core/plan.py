@@ -2,9 +2,10 @@
 
     schedule(now) -> StepPlan      execute(plan) -> StepResult      update(plan, result, now) -> outputs
 
-The runner keeps a mirror of every admitted request (`core/sequence.py`), so a plan carries what is new and nothing twice.
-That is also what lets a plan be made while the step before it still runs: a decode says *how many* rows to compute, and the
-runner, which knows by then what was accepted, knows *where*.
+The runner keeps a mirror of every admitted request (`core/sequence.py`), so a plan carries what is new and nothing
+twice.
+That is also what lets a plan be made while the step before it still runs: a decode says *how many* rows to compute,
+and the runner, which knows by then what was accepted, knows *where*.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class SequenceWork:
     """One request's part of a step.
 
     Attributes:
-        num_tokens: known tokens to compute, from the first that has no KV on: a prompt chunk, or the 1 token of a decode.
+        num_tokens: known tokens to compute, from the first that has no KV on: a prompt chunk, or the 1 token of a
+            decode.
         samples: the run reaches the last known token, so the target's next token is sampled.
         num_drafts: depth k_i: draft tokens verified behind it, in the same forward.
         method: who drafts.

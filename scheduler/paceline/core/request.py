@@ -44,7 +44,8 @@ class Request:
         max_total_tokens: prompt and completion tokens at most: the request's own limit or the model's.
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
-        pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan outstanding).
+        pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan
+            outstanding).
     """
 
     def __init__(

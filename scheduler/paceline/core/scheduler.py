@@ -2,11 +2,11 @@
 
 There is no prefill phase and no decode phase. Every request has known tokens, some of which have KV; a step moves that
 count forward, by a chunk of a prompt or by the one token of a decode, and samples where it reaches the end. Drafts are
-optional work behind a decode: they get the rows and blocks that are left when everyone else is served, and are the first
-to shrink when memory is short.
+optional work behind a decode: they get the rows and blocks that are left when everyone else is served, and are the
+first to shrink when memory is short.
 
-`schedule` may be called with one plan outstanding, before `update` has seen its result: then a request's length is known
-only within bounds (`Request.most_tokens`), and blocks are allocated for the upper one.
+`schedule` may be called with one plan outstanding, before `update` has seen its result: then a request's length is
+known only within bounds (`Request.most_tokens`), and blocks are allocated for the upper one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scheduler:
         self._num_steps = 0
         self._num_outstanding = 0
 
-    # -- requests in and out --------------------------------------------------------------------------------------------
+    # -- requests in and out -------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -67,7 +67,9 @@ class Scheduler:
             raise InvalidArgument("prompt", [], "at least one token")
         if len(prompt_token_ids) >= config.max_model_len:
             raise InvalidArgument(
-                "prompt", f"{len(prompt_token_ids)} tokens", f"at most {config.max_model_len - 1} tokens (the model's length less one)"
+                "prompt",
+                f"{len(prompt_token_ids)} tokens",
+                f"at most {config.max_model_len - 1} tokens (the model's length less one)",
             )
         max_tokens = config.max_model_len if stop.max_tokens is None else stop.max_tokens
         max_total = min(len(prompt_token_ids) + max_tokens, config.max_model_len)
@@ -101,7 +103,7 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self.requests)
 
-    # -- one step -------------------------------------------------------------------------------------------------------
+    # -- one step ------------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step. The plan may hold no work, if none can be planned before an outstanding result is in."""
@@ -124,8 +126,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult, now: float) -> tuple[RequestOutput, ...]:
         """Commit a step's result; plans are updated in the order in which they were made.
 
-        Results of requests that ended meanwhile are dropped. A request that was preempted meanwhile keeps the tokens, which
-        are as good as any, but not the KV.
+        Results of requests that ended meanwhile are dropped. A request that was preempted meanwhile keeps the tokens,
+        which are as good as any, but not the KV.
         """
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         self._num_outstanding -= 1
@@ -142,7 +144,7 @@ class Scheduler:
                 outputs.append(output)
         return tuple(outputs)
 
-    # -- planning -------------------------------------------------------------------------------------------------------
+    # -- planning ------------------------------------------------------------------------------------------------------
 
     def _continue_running(self, step: _Step) -> bool:
         """Give every running request its rows, in arrival order. True if somebody had to be preempted for it."""
@@ -192,11 +194,17 @@ class Scheduler:
         catch_up = 0
         if request.method is Method.DRAFT_MODEL and not self._decodes(request) and self._highest_depth(request) > 0:
             catch_up = rows
-        return SequenceWork(request.request_id, rows, samples, method=request.method, draft_catch_up=catch_up, new_block_ids=blocks)
+        return SequenceWork(
+            request.request_id, rows, samples, method=request.method, draft_catch_up=catch_up, new_block_ids=blocks
+        )
 
     def _add_drafts(self, step: _Step) -> None:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
-        works = [w for w in step.work.values() if w.samples and w.num_tokens == 1 and self._highest_depth(self.requests[w.request_id]) > 0]
+        works = [
+            w
+            for w in step.work.values()
+            if w.samples and w.num_tokens == 1 and self._highest_depth(self.requests[w.request_id]) > 0
+        ]
         depths = self.depth_policy.choose([self._candidate(self.requests[w.request_id]) for w in works])
         for work, depth in zip(works, depths, strict=True):
             request = self.requests[work.request_id]
@@ -223,7 +231,9 @@ class Scheduler:
 
     @property
     def _spare_blocks(self) -> int:
-        """Free blocks for optional work, admissions and drafts: one is kept back for the next token of each running request."""
+        """Free blocks for optional work, admissions and drafts: one is kept back for the next token of each running
+        request.
+        """
         return max(0, self.kv.num_free_blocks - len(self.running))
 
     def _candidate(self, request: Request) -> DepthCandidate:
@@ -257,9 +267,11 @@ class Scheduler:
         """Token positions that must have slots once `rows` more known tokens are computed."""
         return request.most_tokens - request.num_to_compute + rows
 
-    # -- transitions ----------------------------------------------------------------------------------------------------
+    # -- transitions ---------------------------------------------------------------------------------------------------
 
-    def _commit(self, request: Request, work: SequenceWork, sequence: SequenceResult, now: float) -> RequestOutput | None:
+    def _commit(
+        self, request: Request, work: SequenceWork, sequence: SequenceResult, now: float
+    ) -> RequestOutput | None:
         running = request.status is RequestStatus.RUNNING
         if running:
             request.num_draft_computed = sequence.num_draft_computed

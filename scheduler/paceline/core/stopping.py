@@ -6,7 +6,9 @@ from paceline.core.plan import Finish, FinishReason
 from paceline.core.request import Request
 
 
-def cut_run(request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], Finish | None]:
+def cut_run(
+    request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[int, ...]
+) -> tuple[tuple[int, ...], Finish | None]:
     """Cut the tokens of a step behind the first that ends the completion.
 
     A stop id wins over a length reached by the same token. The request's own stop ids win over the model's EOS.

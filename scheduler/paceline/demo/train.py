@@ -7,8 +7,8 @@ tokenizer serves both models. The target is trained on next tokens; the draft is
 loss and the KL divergence to the target), because what a draft is for is agreeing with its target.
 
 About 40 modules are held out of the text: their loss and the greedy agreement between the two models at position 1 are
-written to `training.json`, beside the interpreter and the settings that produced them. `held_out.jsonl` keeps 64 prompts
-cut from the same modules, for benchmarks.
+written to `training.json`, beside the interpreter and the settings that produced them. `held_out.jsonl` keeps 64
+prompts cut from the same modules, for benchmarks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Model: TypeAlias = Any  # a LlamaForCausalLM; the annotations of transformers do not hold under strict checks
 
 END_OF_TEXT = "<|endoftext|>"
 # Messages become the comments and code that the models were trained on: special role tokens would be untrained noise.
@@ -39,11 +41,52 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
 )
 HELD_OUT = frozenset(
-    """
-    argparse bisect calendar cgi chunk code codeop colorsys configparser contextlib copy csv dataclasses datetime
-    difflib dis fileinput fnmatch fractions ftplib getopt glob graphlib gzip heapq hmac imaplib inspect ipaddress
-    mailbox nntplib pdb plistlib poplib queue sched shelve shlex smtplib statistics string tabnanny telnetlib textwrap
-    """.split()
+    (
+        "argparse",
+        "bisect",
+        "calendar",
+        "cgi",
+        "chunk",
+        "code",
+        "codeop",
+        "colorsys",
+        "configparser",
+        "contextlib",
+        "copy",
+        "csv",
+        "dataclasses",
+        "datetime",
+        "difflib",
+        "dis",
+        "fileinput",
+        "fnmatch",
+        "fractions",
+        "ftplib",
+        "getopt",
+        "glob",
+        "graphlib",
+        "gzip",
+        "heapq",
+        "hmac",
+        "imaplib",
+        "inspect",
+        "ipaddress",
+        "mailbox",
+        "nntplib",
+        "pdb",
+        "plistlib",
+        "poplib",
+        "queue",
+        "sched",
+        "shelve",
+        "shlex",
+        "smtplib",
+        "statistics",
+        "string",
+        "tabnanny",
+        "telnetlib",
+        "textwrap",
+    )
 )
 
 
@@ -66,8 +109,22 @@ class Recipe:
     adam_lr: float = 4e-3
 
 
-TARGET = Recipe(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, steps=3000)
-DRAFT = Recipe(hidden_size=128, intermediate_size=352, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, steps=4000)
+TARGET = Recipe(
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    steps=3000,
+)
+DRAFT = Recipe(
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    steps=4000,
+)
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 4096
 
@@ -106,8 +163,11 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False, model_max_length=MAX_POSITIONS
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
@@ -123,8 +183,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def build(recipe: Recipe, end_id: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
+def build(recipe: Recipe, end_id: int) -> Model:
+    config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=VOCAB_SIZE,
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.intermediate_size,
@@ -153,7 +213,12 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, teacher_hidden: torch.Tensor | None, teacher_head: torch.Tensor | None
+        ctx: Any,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        targets: torch.Tensor,
+        teacher_hidden: torch.Tensor | None,
+        teacher_head: torch.Tensor | None,
     ) -> torch.Tensor:
         rows = hidden.shape[0]
         hidden, head16 = hidden.to(torch.bfloat16), head.to(torch.bfloat16)
@@ -183,7 +248,7 @@ class ChunkedLoss(torch.autograd.Function):
         return hidden_grad * grads[0], head_grad * grads[0], None, None, None
 
 
-def logits_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+def logits_of(model: Model, ids: torch.Tensor) -> torch.Tensor:
     """[batch, context] -> [batch * context, vocab] in the autocast dtype."""
     hidden = model.model(ids).last_hidden_state
     return F.linear(hidden.reshape(-1, hidden.shape[-1]), model.lm_head.weight)
@@ -204,7 +269,7 @@ def learning_rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.5 * steps))
 
 
-def train(recipe: Recipe, stream: torch.Tensor, end_id: int, name: str, teacher: LlamaForCausalLM | None = None) -> LlamaForCausalLM:
+def train(recipe: Recipe, stream: torch.Tensor, end_id: int, name: str, teacher: Model | None = None) -> Model:
     """Train one model; with a teacher, on 0.2 next-token loss + 0.8 KL(teacher || model)."""
     torch.manual_seed(20)
     model = build(recipe, end_id)
@@ -227,7 +292,8 @@ def train(recipe: Recipe, stream: torch.Tensor, end_id: int, name: str, teacher:
                 with torch.no_grad():
                     teacher_hidden = teacher.model(inputs).last_hidden_state.flatten(0, 1)
                 teacher_head = teacher.lm_head.weight
-        loss = cast(torch.Tensor, ChunkedLoss.apply(hidden, model.lm_head.weight, targets.flatten(), teacher_hidden, teacher_head))  # type: ignore[no-untyped-call]
+        head = model.lm_head.weight
+        loss: torch.Tensor = ChunkedLoss.apply(hidden, head, targets.flatten(), teacher_hidden, teacher_head)  # type: ignore[no-untyped-call]
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -235,29 +301,32 @@ def train(recipe: Recipe, stream: torch.Tensor, end_id: int, name: str, teacher:
             optimizer.zero_grad(set_to_none=True)
         smoothed = loss.item() if math.isnan(smoothed) else 0.98 * smoothed + 0.02 * loss.item()
         if step % 50 == 0 or step == recipe.steps - 1:
-            print(f"{name} step {step}/{recipe.steps} loss {smoothed:.3f} {time.perf_counter() - began:.0f}s", flush=True)
+            print(
+                f"{name} step {step}/{recipe.steps} loss {smoothed:.3f} {time.perf_counter() - began:.0f}s", flush=True
+            )
     return model.to(torch.bfloat16)
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor, context: int = 512) -> float:
+def held_out_loss(model: Model, stream: torch.Tensor, context: int = 512) -> float:
     """Mean next-token loss (nats) over consecutive windows of the held-out stream, bf16 weights, fp32 logits."""
     rows = stream[: (len(stream) - 1) // context * context + 1]
     inputs, targets = rows[:-1].view(-1, context), rows[1:].view(-1, context)
     losses = [
         F.cross_entropy(logits_of(model, i).float(), t.reshape(-1), reduction="sum").item()
-        for i, t in zip(inputs.split(16), targets.split(16), strict=True)
+        for i, t in zip(torch.split(inputs, 16), torch.split(targets, 16), strict=True)
     ]
     return sum(losses) / targets.numel()
 
 
 @torch.no_grad()
-def greedy_agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int = 96) -> float:
+def greedy_agreement(target: Model, draft: Model, prompts: list[list[int]], new_tokens: int = 96) -> float:
     """Share of the target's own greedy tokens that the draft's argmax predicts: acceptance at position 1."""
     agreed = total = 0
     for prompt in prompts:
         text = cast(
-            torch.Tensor, target.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, use_cache=True)
+            torch.Tensor,
+            target.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, use_cache=True),
         )
         guesses = logits_of(draft, text[:, :-1]).argmax(-1)[len(prompt) - 1 :]
         agreed += int((guesses == text[0, len(prompt) :]).sum())
@@ -279,7 +348,7 @@ def cut_prompts(tokenizer: PreTrainedTokenizerFast, held_out: dict[str, str], co
     return prompts
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+def save(model: Model, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
     model.config.use_cache = True
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -313,8 +382,16 @@ def main() -> None:
         "training_tokens": len(stream),
         "held_out_modules": sorted(held_out),
         "held_out_tokens": len(held_out_stream),
-        "target": {**asdict(target_recipe), "parameters": target.num_parameters(), "held_out_loss": held_out_loss(target, held_out_stream)},
-        "draft": {**asdict(draft_recipe), "parameters": draft.num_parameters(), "held_out_loss": held_out_loss(draft, held_out_stream)},
+        "target": {
+            **asdict(target_recipe),
+            "parameters": target.num_parameters(),
+            "held_out_loss": held_out_loss(target, held_out_stream),
+        },
+        "draft": {
+            **asdict(draft_recipe),
+            "parameters": draft.num_parameters(),
+            "held_out_loss": held_out_loss(draft, held_out_stream),
+        },
         "greedy_acceptance_position_1": greedy_agreement(target, draft, prompts),
     }
     (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")

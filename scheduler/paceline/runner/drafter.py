@@ -18,8 +18,8 @@ class Draft:
 
     Attributes:
         token_ids: at most the planned depth.
-        probs: the distributions that the tokens were drawn from, after every processor, [len(token_ids), vocab] float32.
-            None: the tokens were chosen, not drawn (one-hot).
+        probs: the distributions that the tokens were drawn from, after every processor, [len(token_ids), vocab]
+            float32. None: the tokens were chosen, not drawn (one-hot).
     """
 
     token_ids: list[int]

@@ -65,7 +65,9 @@ class ModelRunner:
 
     def _forward(self, batch: list[tuple[Sequence, SequenceWork]], drafts: dict[int, Draft]) -> torch.Tensor:
         """One forward over all rows; logits of the rows that are sampled or verified, [rows, vocab] float32."""
-        runs, wanted, row = [], [], 0
+        runs: list[Run] = []
+        wanted: list[int] = []
+        row = 0
         for sequence, work in batch:
             draft = drafts.get(work.request_id, NO_DRAFT).token_ids
             tokens = sequence.rows(work) + draft

@@ -1,8 +1,8 @@
 """Which drafts are kept, and the token after them. Exact: emitted tokens are distributed as the target's own.
 
 Greedy requests keep a draft while it is the argmax. Sampled ones follow Leviathan et al. 2023 (algorithm 1) and
-Chen et al. 2023: draft x, drawn from q, is kept with probability min(1, p(x) / q(x)); at the first rejection the token is
-drawn from the residual, norm(max(p - q, 0)); behind a full acceptance a bonus token is drawn from p.
+Chen et al. 2023: draft x, drawn from q, is kept with probability min(1, p(x) / q(x)); at the first rejection the token
+is drawn from the residual, norm(max(p - q, 0)); behind a full acceptance a bonus token is drawn from p.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Verifier:
                 target's view of the token at draft position j, the last row that of the bonus token.
         """
         counts = [len(draft.token_ids) + 1 for draft in drafts]
-        pieces = logits.split(counts)
+        pieces = torch.split(logits, counts)
         verdicts: list[Verdict | None] = [None] * len(drafts)
         greedy = [i for i, p in enumerate(params) if p.greedy]
         if greedy:

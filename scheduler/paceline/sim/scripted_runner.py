@@ -1,13 +1,15 @@
 """A step runner whose model is a formula and whose KV cache remembers which token lies where.
 
-It executes plans by the runner's contract and checks every read: at each step, all slots that a row would attend to must
-hold exactly the sequence's own tokens, in the target's cache and in the draft's. A block given away too early, a slot not
+It executes plans by the runner's contract and checks every read: at each step, all slots that a row would attend to
+must hold exactly the sequence's own tokens, in the target's cache and in the draft's. A block given away too early, a
+slot not
 reserved, draft KV that fell behind: each ends in an AssertionError that names the request and the position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from paceline.core.params import Method
 from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult, StepTimes
@@ -98,7 +100,9 @@ class ScriptedRunner:
 
     def _verify(self, work: SequenceWork, drafts: list[int]) -> SequenceResult:
         sequence = self.sequences[work.request_id]
-        self._check(self.target_kv, "target", sequence, sequence.token_ids[: sequence.num_computed + work.num_tokens] + drafts)
+        self._check(
+            self.target_kv, "target", sequence, sequence.token_ids[: sequence.num_computed + work.num_tokens] + drafts
+        )
         emitted: list[int] = []
         if work.samples:
             emitted.append(next_token(sequence.token_ids))
@@ -126,4 +130,6 @@ class ScriptedRunner:
     def _check(self, kv: list[int], name: str, sequence: Sequence, token_ids: list[int]) -> None:
         for position, token in enumerate(token_ids):
             found = kv[self._slot(sequence, position)]
-            assert found == token, f"request {sequence.request_id}: {name} KV at {position} is {found}, expected {token}"
+            assert found == token, (
+                f"request {sequence.request_id}: {name} KV at {position} is {found}, expected {token}"
+            )

@@ -93,7 +93,9 @@ def simulate(
 
 
 def _add(scheduler: Scheduler, arrival: Arrival, now: float) -> None:
-    scheduler.add(arrival.request_id, arrival.prompt_token_ids, arrival.sampling, arrival.stop, arrival.speculation, now)
+    scheduler.add(
+        arrival.request_id, arrival.prompt_token_ids, arrival.sampling, arrival.stop, arrival.speculation, now
+    )
 
 
 def _book(trace: Simulation, scheduler: Scheduler, plan: StepPlan, result: StepResult, now: float) -> None:

@@ -21,7 +21,8 @@ class DraftModel:
     """Implements `Drafter`. Its KV lies under the target's block ids, in tensors of its own.
 
     Pass 0 ingests the tokens the draft model has not seen yet, which includes the newest; pass j feeds draft j back in.
-    A pass holds exactly the sequences whose depth goes beyond it, so each request pays for its own depth. The last draft
+    A pass holds exactly the sequences whose depth goes beyond it, so each request pays for its own depth. The last
+    draft
     of a sequence is never fed: `Sequence.commit` accounts for it.
     """
 
@@ -49,7 +50,9 @@ class DraftModel:
             self._choose(hidden[rows], drafting, batch, tokens, probs)
         depth = 1
         while going := [i for i in drafting if batch[i][1].num_drafts > depth]:
-            hidden = self._forward([Run(batch[i][0].block_ids, len(batch[i][0]) + depth - 1, tokens[i][-1:]) for i in going])
+            hidden = self._forward(
+                [Run(batch[i][0].block_ids, len(batch[i][0]) + depth - 1, tokens[i][-1:]) for i in going]
+            )
             for i in going:
                 batch[i][0].num_draft_computed += 1
             self._choose(hidden, going, batch, tokens, probs)

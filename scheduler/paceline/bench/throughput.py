@@ -1,0 +1,178 @@
+"""The grid of concurrency and depth, measured in turns so that drift of the machine hits every cell alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from rich.progress import track
+
+from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.request import RequestStats
+from paceline.engine import Engine, GenerationRequest
+from paceline.errors import InvalidArgument
+
+OFF = "off"
+AUTO = "auto"
+
+
+def parse_sizes(text: str) -> list[int]:
+    """ "1,4,16" -> [1, 4, 16]. Raises InvalidArgument."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InvalidArgument("concurrency", text, "integers >= 1, separated by commas")
+    return [int(part) for part in parts]
+
+
+def parse_depths(text: str) -> dict[str, SpeculationParams]:
+    """Each name of a depth, and the bounds that make a request speculate so. Raises InvalidArgument."""
+    depths: dict[str, SpeculationParams] = {}
+    for name in (part.strip() for part in text.split(",")):
+        if name == OFF:
+            depths[name] = SpeculationParams(method=Method.NONE)
+        elif name == AUTO:
+            depths[name] = SpeculationParams()
+        elif name.isdecimal():
+            depths[name] = SpeculationParams(min_depth=int(name), max_depth=int(name))
+        else:
+            raise InvalidArgument("depth", text, "off, auto or integers >= 0, separated by commas")
+    return depths
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement of one cell: the same streams twice, once for their first token only.
+
+    Attributes:
+        prefill_seconds: the time with max_tokens 1.
+        seconds: the whole run.
+        tokens: completion tokens of the whole run.
+        draft, verify, sample: seconds of the whole run; the rest is Python.
+    """
+
+    streams: int
+    prefill_seconds: float
+    seconds: float
+    tokens: int
+    verify_steps: int
+    drafted: int
+    draft: float
+    verify: float
+    sample: float
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second of decode alone."""
+        return (self.tokens - self.streams) / max(1e-9, self.seconds - self.prefill_seconds)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the whole run."""
+        return self.tokens / self.seconds
+
+
+@dataclass(slots=True)
+class Cell:
+    """Every measurement of one concurrency and depth; `off` holds those of depth off in the same rounds."""
+
+    concurrency: int
+    depth: str
+    samples: list[Sample] = field(default_factory=list)
+    off: list[Sample] = field(default_factory=list)
+
+    def median(self, name: str) -> float:
+        return float(median(getattr(sample, name) for sample in self.samples))
+
+    def ratio(self, name: str) -> float | None:
+        """Median over rounds of this cell's value over depth off's of the same round."""
+        if not self.off:
+            return None
+        return float(median(getattr(a, name) / getattr(b, name) for a, b in zip(self.samples, self.off, strict=True)))
+
+    def share(self, name: str) -> float:
+        """Share of the whole run spent in draft, verify or sample."""
+        return float(sum(getattr(s, name) for s in self.samples) / sum(s.seconds for s in self.samples))
+
+    @property
+    def acceptance_length(self) -> float:
+        return sum(s.tokens for s in self.samples) / sum(s.verify_steps for s in self.samples)
+
+    @property
+    def mean_depth(self) -> float:
+        return sum(s.drafted for s in self.samples) / sum(s.verify_steps for s in self.samples)
+
+
+def measure(
+    engine: Engine,
+    prompts: Sequence[str | tuple[int, ...]],
+    sizes: Sequence[int],
+    depths: dict[str, SpeculationParams],
+    max_tokens: int,
+    rounds: int,
+    sampling: SamplingParams,
+) -> list[Cell]:
+    """Measure every cell `rounds` times: depths in turn within a round (A B A B), with other prompts each round.
+
+    An unmeasured round comes first. A setting that the engine refuses raises its error before anything is measured.
+    """
+    cells = {(size, name): Cell(size, name) for size in sizes for name in depths}
+    turns = [(number, size, name) for size in sizes for number in range(-1, rounds) for name in depths]
+    for number, size, name in track(turns, description="measuring"):
+        first = max(0, number) * size
+        streams = [prompts[(first + i) % len(prompts)] for i in range(size)]
+        sample = _measure_once(engine, streams, max_tokens, depths[name], sampling)
+        if number >= 0:
+            cells[size, name].samples.append(sample)
+    for cell in cells.values():
+        if (cell.concurrency, OFF) in cells:
+            cell.off = cells[cell.concurrency, OFF].samples
+    return list(cells.values())
+
+
+def _measure_once(
+    engine: Engine,
+    prompts: list[str | tuple[int, ...]],
+    max_tokens: int,
+    speculation: SpeculationParams,
+    sampling: SamplingParams,
+) -> Sample:
+    prefill_seconds, _ = _run(engine, prompts, 1, speculation, sampling)
+    before = replace(engine.totals)
+    seconds, stats = _run(engine, prompts, max_tokens, speculation, sampling)
+    after = engine.totals
+    return Sample(
+        streams=len(prompts),
+        prefill_seconds=prefill_seconds,
+        seconds=seconds,
+        tokens=sum(s.completion_tokens for s in stats),
+        verify_steps=sum(s.verify_steps for s in stats),
+        drafted=sum(s.drafted_tokens for s in stats),
+        draft=after.draft - before.draft,
+        verify=after.verify - before.verify,
+        sample=after.sample - before.sample,
+    )
+
+
+def _run(
+    engine: Engine,
+    prompts: list[str | tuple[int, ...]],
+    max_tokens: int,
+    speculation: SpeculationParams,
+    sampling: SamplingParams,
+) -> tuple[float, list[RequestStats]]:
+    """Complete all prompts together; seconds, and the account of each.
+
+    The prompts are tokenised before the clock starts.
+    """
+    stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
+    requests = [GenerationRequest(prompt, sampling, stop, speculation) for prompt in prompts]
+    encoded = [engine.encode(request) for request in requests]
+    began = time.perf_counter()
+    for request, token_ids in zip(requests, encoded, strict=True):
+        engine.add(request, token_ids)
+    stats = []
+    while engine.has_work:
+        stats += [output.stats for output in engine.step() if output.stats is not None]
+    return time.perf_counter() - began, stats
