@@ -32,17 +32,20 @@ def throughput(
     json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
 ) -> None:
     """Throughput of the offline engine by concurrency and depth, decode alone and whole run, as ratios to depth off."""
-    from paceline.bench.prompts import load_prompts
     from paceline.bench.report import render, to_json
     from paceline.bench.throughput import measure, parse_depths, parse_sizes
     from paceline.core.params import SamplingParams
+    from paceline.errors import InvalidArgument
     from paceline.wiring import EngineSettings, build_engine
+    from paceline_loadtest.prompts import load_prompts
 
     sizes, depths = parse_sizes(concurrency), parse_depths(depth)
+    try:
+        texts = load_prompts(prompts)
+    except OSError as error:
+        raise InvalidArgument("prompts", str(prompts), f"a readable file ({error.strerror})") from error
     engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes)))
-    cells = measure(
-        engine, load_prompts(prompts), sizes, depths, max_tokens, rounds, SamplingParams(temperature=temperature)
-    )
+    cells = measure(engine, texts, sizes, depths, max_tokens, rounds, SamplingParams(temperature=temperature))
     render(cells, title=f"{model} with draft {draft}: {max_tokens} tokens a stream, medians of {rounds} rounds")
     if json_out is not None:
         settings = {"model": model, "draft": draft, "dtype": dtype, "max_tokens": max_tokens, "rounds": rounds}

@@ -117,6 +117,10 @@ def measure(
 
     An unmeasured round comes first. A setting that the engine refuses raises its error before anything is measured.
     """
+    highest = engine.scheduler.config.max_depth
+    for name, bounds in depths.items():
+        if bounds.min_depth > highest:
+            raise InvalidArgument("depth", name, f"at most the engine's highest depth, {highest}")
     cells = {(size, name): Cell(size, name) for size in sizes for name in depths}
     turns = [(number, size, name) for size in sizes for number in range(-1, rounds) for name in depths]
     for number, size, name in track(turns, description="measuring"):

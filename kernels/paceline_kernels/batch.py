@@ -1,0 +1,29 @@
+"""The layout of one forward pass: runs of rows of several sequences, one after the other, over paged KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Which rows belong to which sequence, and where each sequence keeps its K and V.
+
+    A sequence contributes one run of consecutive rows: a prefill chunk, a single decode, or a token with its drafts.
+    Attention is causal inside the run: row r of n sees `context_len - (n - 1 - r)` tokens. Every row belongs to a run.
+
+        rows         | a0 a1 a2 | b0 | c0 c1 |        query_starts = [0, 3, 4, 6]
+        context_lens |    7     | 20 |   2   |        a0 sees 5 tokens, a1 6, a2 7; c0 sees 1, c1 2
+
+    All tensors live on the device of the model. Position p of sequence i is kept in block
+    `block_tables[i, p // block_size]` at offset `p % block_size`. Two sequences may share blocks they only read; no two
+    rows may have the same slot.
+    """
+
+    positions: Tensor  # [num_tokens] int64
+    slots: Tensor  # [num_tokens] int64: block_id * block_size + offset, where the row's K and V are written
+    query_starts: Tensor  # [num_seqs + 1] int32: rows of sequence i are query_starts[i]:query_starts[i + 1]
+    context_lens: Tensor  # [num_seqs] int32: tokens that the last row of sequence i sees, itself included
+    block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with 0

@@ -1,0 +1,120 @@
+"""`paceline-loadtest`: load a server, show a table, write JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from paceline.errors import InvalidArgument
+from paceline_loadtest.clients import Client, open_client
+from paceline_loadtest.metrics import Report, RequestRecord
+from paceline_loadtest.prompts import load_prompts
+from paceline_loadtest.report import render, to_json
+from paceline_loadtest.runner import run_load
+from paceline_loadtest.workload import LoadConfig, RequestOptions, Speculation, Workload, plan
+
+_T = TypeVar("_T")
+
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+def main() -> None:
+    """The console script. Exits with 0, with 1 if every request failed, with 2 on a bad option or file."""
+    app()
+
+
+def _pairs(entries: list[str]) -> dict[str, str]:
+    pairs = [entry.partition("=") for entry in entries]
+    for key, separator, _ in pairs:
+        if not (key and separator):
+            raise InvalidArgument("metadata", key, "KEY=VALUE")
+    return {key: value for key, _, value in pairs}
+
+
+def _token_range(text: str) -> tuple[int, int]:
+    low, dash, high = text.partition("-")
+    try:
+        return int(low), int(high if dash else low)
+    except ValueError as error:
+        raise InvalidArgument("max_tokens", text, "a number, or a range LOW-HIGH") from error
+
+
+@app.command()
+def load(
+    target: Annotated[str, typer.Option(help="Server, as grpc://HOST:PORT.")],
+    request_rate: Annotated[float, typer.Option(help="Requests per second, or inf.")] = math.inf,
+    burstiness: Annotated[float, typer.Option(help="Shape of the gaps: 1 is Poisson, inf is constant.")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(help="Most requests at once.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests to measure.")] = 64,
+    num_warmups: Annotated[int, typer.Option(help="Requests before them, not measured.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of arrivals, order of prompts and lengths.")] = 0,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines of prompt or prompt_token_ids.")] = None,
+    max_tokens: Annotated[str, typer.Option(help="Tokens to ask for: a number, or a range LOW-HIGH.")] = "128",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Always generate the maximum.")] = False,
+    speculation: Annotated[Speculation, typer.Option(help="Method the server may use.")] = "auto",
+    timeout: Annotated[float | None, typer.Option(help="Deadline of each request in seconds.")] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the report here, as JSON.")] = None,
+    metadata: Annotated[list[str] | None, typer.Option(help="KEY=VALUE to put into the JSON; repeatable.")] = None,
+) -> None:
+    """Load a streaming LLM server and report latency, throughput and speculation.
+
+    With --request-rate requests arrive at that rate, whatever the server does (open loop); with --max-concurrency
+    alone each waits for one to end (closed loop); with both, arrivals queue for a free place.
+    """
+    console = Console()
+    date = datetime.now().astimezone()
+    try:
+        labels = {"target": target, **_pairs(metadata or [])}
+        config = LoadConfig(
+            num_prompts=num_prompts,
+            num_warmups=num_warmups,
+            request_rate=request_rate,
+            burstiness=burstiness,
+            max_concurrency=max_concurrency,
+            max_tokens=_token_range(max_tokens),
+            seed=seed,
+            options=RequestOptions(temperature, ignore_eos, speculation, timeout),
+        )
+        client = open_client(target)
+        workload = plan(config, load_prompts(prompts))
+        report = _event_loop()(_run(client, workload))
+        console.print(render(report))
+        if json_out is not None:
+            json_out.write_text(json.dumps(to_json(report, date=date, metadata=labels)) + "\n", encoding="utf-8")
+    except (InvalidArgument, OSError) as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    if report.completed == 0:
+        raise typer.Exit(1)
+
+
+async def _run(client: Client, workload: Workload) -> Report:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    async with aclosing(client):
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task("requests", total=len(workload.requests))
+
+            def on_record(record: RequestRecord) -> None:
+                progress.advance(task)
+
+            return await run_load(client, workload, on_record=on_record)
+
+
+def _event_loop() -> Callable[[Coroutine[Any, Any, _T]], _T]:
+    """What runs the program: uvloop where it is installed, for it takes less of the machine under test."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run
+    return uvloop.run

@@ -1,0 +1,172 @@
+"""What a generation gives back, as frozen values; times are seconds, token counts are tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
+
+from paceline.v1 import generation_pb2 as pb
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended. `UNSPECIFIED` stands for a reason that this client does not know."""
+
+    UNSPECIFIED = "unspecified"
+    EOS = "eos"
+    STOP_STRING = "stop_string"
+    STOP_TOKEN = "stop_token"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_LENGTH = "context_length"
+
+
+def _words(enum: str, prefix: str) -> dict[int, str]:
+    """The numbers of an enum of the contract, each with its name as people write it: 3 -> "ngram"."""
+    values = pb.DESCRIPTOR.enum_types_by_name[enum].values
+    return {value.number: value.name.removeprefix(prefix).lower() for value in values}
+
+
+_FINISH_REASONS: Final = {
+    number: FinishReason(word) for number, word in _words("FinishReason", "FINISH_REASON_").items()
+}
+_MODES: Final = _words("SpeculationMode", "SPECULATION_MODE_")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Newly generated output.
+
+    Attributes:
+        text: what was added to the text; empty while a stop string or a split character is held back.
+        token_ids: what was added to the tokens; several at once when drafts were accepted.
+        token_offset: index of the first of `token_ids` in the completion.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    token_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What the server says before the first token."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens read and written."""
+
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What speculation did for one request.
+
+    Attributes:
+        mode: the method in use: "off", "auto", "ngram", "draft_model" or "unspecified".
+        verify_steps: engine steps that verified this request's drafts.
+        drafted_tokens: draft tokens proposed.
+        accepted_tokens: draft tokens kept.
+        accepted_by_position: per draft position, the steps in which it was accepted.
+        acceptance_length: emitted tokens over verify steps.
+        engine_seconds: engine time charged for this request.
+        rejected_seconds: the part of it spent on rejected drafts.
+    """
+
+    mode: str
+    verify_steps: int
+    drafted_tokens: int
+    accepted_tokens: int
+    accepted_by_position: tuple[int, ...]
+    acceptance_length: float
+    engine_seconds: float
+    rejected_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds from arrival at the server to admission, first token and end; how often the request was preempted."""
+
+    queue: float
+    time_to_first_token: float
+    total: float
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a completion ended. `stop_string` or `stop_token_id` is what matched, where something did."""
+
+    reason: FinishReason
+    stop_string: str | None
+    stop_token_id: int | None
+    usage: Usage
+    speculation: SpeculationStats
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole generation, collected."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    started: Started
+    finished: Finished
+
+
+def read_started(message: pb.Started) -> Started:
+    """The value of a `Started` message."""
+    return Started(
+        request_id=message.request_id,
+        model=message.model,
+        prompt_tokens=message.prompt_tokens,
+        cached_prompt_tokens=message.cached_prompt_tokens,
+        seed=message.seed if message.HasField("seed") else None,
+    )
+
+
+def read_finished(message: pb.Finished) -> Finished:
+    """The value of a `Finished` message; parts the server left out are zero."""
+    usage, timing = message.usage, message.timing
+    return Finished(
+        reason=_FINISH_REASONS.get(message.reason, FinishReason.UNSPECIFIED),
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        usage=Usage(usage.prompt_tokens, usage.cached_prompt_tokens, usage.completion_tokens),
+        speculation=_read_speculation(message.speculation),
+        timing=Timing(
+            queue=_seconds(timing.queue),
+            time_to_first_token=_seconds(timing.time_to_first_token),
+            total=_seconds(timing.total),
+            preemptions=timing.preemptions,
+        ),
+    )
+
+
+def _read_speculation(message: pb.SpeculationStats) -> SpeculationStats:
+    return SpeculationStats(
+        mode=_MODES.get(message.mode, "unspecified"),
+        verify_steps=message.verify_steps,
+        drafted_tokens=message.drafted_tokens,
+        accepted_tokens=message.accepted_tokens,
+        accepted_by_position=tuple(message.accepted_by_position),
+        acceptance_length=message.acceptance_length,
+        engine_seconds=message.engine_seconds,
+        rejected_seconds=message.rejected_seconds,
+    )
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9

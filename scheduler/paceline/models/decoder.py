@@ -1,0 +1,171 @@
+"""One configurable decoder for every supported family. Inference only; all weights are allocated once, fused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import paceline_kernels as ops
+from paceline.models.config import Llama3Scaling, ModelConfig
+from paceline_kernels import PagedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The weights of one layer. With q = num_heads * head_dim and kv = num_kv_heads * head_dim:"""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [q + 2 * kv, hidden]
+    qkv_bias: Tensor | None  # [q + 2 * kv]
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    output: Tensor  # [hidden, q]
+    output_bias: Tensor | None  # [hidden]
+    post_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    gate_up_bias: Tensor | None  # [2 * intermediate]
+    down: Tensor  # [hidden, intermediate]
+    down_bias: Tensor | None  # [hidden]
+
+    def tensors(self) -> list[Tensor]:
+        values = (getattr(self, item.name) for item in fields(self))
+        return [value for value in values if value is not None]
+
+
+class Decoder:
+    """A decoder-only transformer over paged KV.
+
+    The weights start uninitialised; a loader fills them through `checkpoint_views`. Afterwards nothing here changes,
+    and calls may come from any thread. `torch.inference_mode` is the caller's.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self._q_size = config.num_heads * config.head_dim
+        self._kv_size = config.num_kv_heads * config.head_dim
+        self._scale = config.head_dim**-0.5
+        self._inverse_frequencies = _inverse_frequencies(config).to(device)  # [head_dim / 2] float32
+        self._embedding = self._empty(config.vocab_size, config.hidden_size)
+        self._layers = [self._allocate_layer() for _ in range(config.num_layers)]
+        self._norm = self._empty(config.hidden_size)
+        self._head = self._embedding if config.tie_word_embeddings else torch.empty_like(self._embedding)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights in memory; a tied head counts once."""
+        tensors = [self._embedding, self._norm, *(tensor for layer in self._layers for tensor in layer.tensors())]
+        if not self.config.tie_word_embeddings:
+            tensors.append(self._head)
+        return sum(tensor.numel() for tensor in tensors)
+
+    def forward(self, token_ids: Tensor, batch: PagedBatch, kv_cache: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Run all layers over the rows of a batch.
+
+        Args:
+            token_ids: [num_tokens] int64, on the model's device as everything else.
+            batch: where the rows belong.
+            kv_cache: (keys, values) of each layer, [num_blocks, block_size, num_kv_heads, head_dim], of the model's
+                dtype. Mutated: the rows' K and V are written at `batch.slots`. Earlier positions must be there already.
+
+        Returns:
+            The hidden states after the final norm, [num_tokens, hidden] of the model's dtype.
+        """
+        config = self.config
+        angles = batch.positions[:, None].float() * self._inverse_frequencies  # [num_tokens, head_dim / 2]
+        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        hidden = F.embedding(token_ids, self._embedding)
+        for layer, (key_cache, value_cache) in zip(self._layers, kv_cache, strict=True):
+            normed = ops.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+            query, key, value = self._qkv(layer, normed)
+            query, key = ops.rotary(query, key, cos, sin)
+            ops.store_kv(key, value, key_cache, value_cache, batch.slots)
+            attended = ops.paged_attention(query, key_cache, value_cache, batch, self._scale)
+            hidden = hidden + ops.linear(attended.flatten(1), layer.output, layer.output_bias)
+            normed = ops.rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
+            gated = ops.silu_mul(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+            hidden = hidden + ops.linear(gated, layer.down, layer.down_bias)
+        return ops.rms_norm(hidden, self._norm, config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows that `forward` returned, [rows, hidden], to [rows, vocab] float32."""
+        return ops.linear(hidden, self._head).float()
+
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        """For every tensor of a checkpoint, by its name there, the part of our weights that it fills."""
+        config = self.config
+        views = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
+        if not config.tie_word_embeddings:
+            views["lm_head.weight"] = self._head
+        qkv_sizes = [self._q_size, self._kv_size, self._kv_size]
+        gate_up_sizes = [config.intermediate_size] * 2
+        for index, layer in enumerate(self._layers):
+            fused = (
+                (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), qkv_sizes, layer.qkv, layer.qkv_bias),
+                (("self_attn.o_proj",), [config.hidden_size], layer.output, layer.output_bias),
+                (("mlp.gate_proj", "mlp.up_proj"), gate_up_sizes, layer.gate_up, layer.gate_up_bias),
+                (("mlp.down_proj",), [config.hidden_size], layer.down, layer.down_bias),
+                (("input_layernorm",), [config.hidden_size], layer.input_norm, None),
+                (("post_attention_layernorm",), [config.hidden_size], layer.post_norm, None),
+                (("self_attn.q_norm",), [config.head_dim], layer.q_norm, None),
+                (("self_attn.k_norm",), [config.head_dim], layer.k_norm, None),
+            )
+            for modules, sizes, weight, bias in fused:
+                for kind, tensor in (("weight", weight), ("bias", bias)):
+                    if tensor is not None:
+                        names = (f"model.layers.{index}.{module}.{kind}" for module in modules)
+                        views.update(zip(names, torch.split(tensor, sizes), strict=True))
+        return views
+
+    def _qkv(self, layer: _Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[num_tokens, hidden] -> query, key and value, [num_tokens, heads of each, head_dim]."""
+        config = self.config
+        heads = ops.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, config.head_dim)
+        query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
+            key = ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
+        return query, key, value
+
+    def _allocate_layer(self) -> _Layer:
+        config = self.config
+        qkv_size, gate_up_size = self._q_size + 2 * self._kv_size, 2 * config.intermediate_size
+        return _Layer(
+            input_norm=self._empty(config.hidden_size),
+            qkv=self._empty(qkv_size, config.hidden_size),
+            qkv_bias=self._empty(qkv_size) if config.attention_bias else None,
+            q_norm=self._empty(config.head_dim) if config.qk_norm else None,
+            k_norm=self._empty(config.head_dim) if config.qk_norm else None,
+            output=self._empty(config.hidden_size, self._q_size),
+            output_bias=self._empty(config.hidden_size) if config.output_bias else None,
+            post_norm=self._empty(config.hidden_size),
+            gate_up=self._empty(gate_up_size, config.hidden_size),
+            gate_up_bias=self._empty(gate_up_size) if config.mlp_bias else None,
+            down=self._empty(config.hidden_size, config.intermediate_size),
+            down_bias=self._empty(config.hidden_size) if config.mlp_bias else None,
+        )
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+def _inverse_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each pair of dimensions, after scaling.  # [head_dim / 2] float32"""
+    exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    plain = 1.0 / config.rope_theta**exponents
+    return plain if config.rope_scaling is None else _stretch(plain, config.rope_scaling)
+
+
+def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Divide by `factor` what turns less than low_freq_factor times over the original context, keep what turns more
+    than high_freq_factor times, and blend linearly in the number of turns between."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / scaling.factor)

@@ -1,0 +1,28 @@
+"""Tokenizers, through transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from paceline.errors import ModelLoadError
+
+# Without one of these transformers may build an empty tokenizer instead of failing.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, and its chat template if any, from the model directory `path`; never from the network.
+
+    Raises:
+        ModelLoadError: the directory has no tokenizer, or one that transformers cannot load.
+    """
+    if not any((path / name).is_file() for name in VOCABULARIES):
+        raise ModelLoadError(f"{path}: no tokenizer: expected one of {', '.join(VOCABULARIES)}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exception, transformers nearly every builtin
+        raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+    return cast(PreTrainedTokenizerBase, tokenizer)

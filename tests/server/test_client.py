@@ -1,0 +1,360 @@
+"""The client library against a real gRPC server without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import text_format
+from grpc_health.v1 import health_pb2
+
+from fake_server import FakeServer, fake_server
+from paceline import errors
+from paceline.client import (
+    AsyncClient,
+    ChatMessage,
+    Completion,
+    Delta,
+    Finished,
+    FinishReason,
+    Generation,
+    HealthStatus,
+    RpcError,
+    SpeculationStats,
+    Started,
+    Timing,
+    Usage,
+    build_request,
+)
+from paceline.client.errors import error_for
+from paceline.v1 import generation_pb2 as pb
+
+STARTED = Started(request_id="r-1", model="demo", prompt_tokens=5, cached_prompt_tokens=2, seed=None)
+FINISHED = Finished(
+    reason=FinishReason.STOP_STRING,
+    stop_string="END",
+    stop_token_id=None,
+    usage=Usage(prompt_tokens=5, cached_prompt_tokens=2, completion_tokens=4),
+    speculation=SpeculationStats("ngram", 2, 6, 3, (2, 1, 0), 2.5, 0.5, 0.25),
+    timing=Timing(queue=0.25, time_to_first_token=1.0, total=2.5, preemptions=1),
+)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    async with fake_server() as fake:
+        yield fake
+
+
+@pytest.fixture
+async def client(server: FakeServer) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(server.address) as connected:
+        yield connected
+
+
+async def handler_ended(server: FakeServer) -> None:
+    async with asyncio.timeout(30):
+        await server.ended.wait()
+
+
+# ---- Reading -------------------------------------------------------------------------------------------------------
+
+
+async def test_deltas_then_how_it_ended(client: AsyncClient) -> None:
+    generation = client.generate("hello", max_tokens=4)
+    assert (generation.started, generation.finished) == (None, None)
+    deltas = [delta async for delta in generation]
+    assert deltas == [Delta("a", (7,), 0), Delta("bc", (8, 9), 1), Delta("", (10,), 3)]
+    assert (generation.started, generation.finished) == (STARTED, FINISHED)
+
+
+async def test_complete_collects_everything(client: AsyncClient) -> None:
+    assert await client.complete([1, 2, 3]) == Completion("abc", (7, 8, 9, 10), STARTED, FINISHED)
+
+
+async def test_nothing_is_sent_before_it_is_read(client: AsyncClient, server: FakeServer) -> None:
+    client.generate("never read")
+    await client.complete("read")
+    assert [request.prompt_text for request in server.requests] == ["read"]
+
+
+async def test_a_generation_is_read_once(client: AsyncClient) -> None:
+    generation = client.generate("hello")
+    await generation.collect()
+    with pytest.raises(RuntimeError, match="only once"):
+        await generation.collect()
+
+
+async def test_a_stream_without_its_end_is_an_error(client: AsyncClient) -> None:
+    with pytest.raises(RpcError, match="INTERNAL: the stream ended without"):
+        await client.complete("truncate")
+
+
+def test_every_finish_reason_of_the_contract_has_a_name() -> None:
+    names = [name.removeprefix("FINISH_REASON_").lower() for name in pb.FinishReason.keys()]  # noqa: SIM118 not a mapping
+    assert names == [reason.value for reason in FinishReason]
+
+
+# ---- Leaving early -------------------------------------------------------------------------------------------------
+
+
+async def test_break_cancels_the_rpc(client: AsyncClient, server: FakeServer) -> None:
+    generation = client.generate("hang")
+    async for delta in generation:
+        assert delta.text == "a"
+        break
+    await handler_ended(server)
+    assert generation.finished is None
+
+
+async def test_an_exception_in_the_loop_cancels_the_rpc(client: AsyncClient, server: FakeServer) -> None:
+    async def read() -> None:
+        async for _ in client.generate("hang"):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await read()
+    await handler_ended(server)
+
+
+async def test_leaving_the_context_cancels_the_rpc(client: AsyncClient, server: FakeServer) -> None:
+    async with client.generate("hang") as generation:
+        deltas = aiter(generation)  # held on to, so that no garbage collection closes it
+        await anext(deltas)
+    await handler_ended(server)
+    with pytest.raises(errors.Cancelled):
+        await anext(deltas)
+
+
+async def test_cancelling_the_task_cancels_the_rpc(client: AsyncClient, server: FakeServer) -> None:
+    reading = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in client.generate("hang"):
+            reading.set()
+
+    task = asyncio.create_task(read())
+    await reading.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await handler_ended(server)
+
+
+@pytest.mark.parametrize("what", ["generation", "client"])
+async def test_closing_under_a_reader_is_an_error_to_it(client: AsyncClient, server: FakeServer, what: str) -> None:
+    reading = asyncio.Event()
+
+    async def read(generation: Generation) -> None:
+        async for _ in generation:
+            reading.set()
+
+    generation = client.generate("hang")
+    task = asyncio.create_task(read(generation))
+    await reading.wait()
+    await (generation if what == "generation" else client).aclose()
+    with pytest.raises(errors.Cancelled):  # and not CancelledError: nobody cancelled the task
+        await task
+    await handler_ended(server)
+
+
+async def test_a_closed_generation_is_never_sent(client: AsyncClient, server: FakeServer) -> None:
+    generation = client.generate("hello")
+    await generation.aclose()
+    with pytest.raises(RuntimeError, match="only once"):
+        await generation.collect()
+    assert server.requests == []
+
+
+async def test_a_closed_client_says_so(server: FakeServer) -> None:
+    client = AsyncClient(server.address)
+    await client.complete("hello")
+    await client.aclose()
+    await client.aclose()
+    with pytest.raises(RuntimeError, match="closed"):
+        await client.complete("hello")
+
+
+# ---- Errors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("INVALID_ARGUMENT", errors.InvalidArgument),
+        ("NOT_FOUND", errors.NotFound),
+        ("ALREADY_EXISTS", errors.AlreadyExists),
+        ("FAILED_PRECONDITION", errors.FailedPrecondition),
+        ("RESOURCE_EXHAUSTED", errors.ResourceExhausted),
+        ("UNAVAILABLE", errors.Unavailable),
+        ("DEADLINE_EXCEEDED", errors.DeadlineExceeded),
+        ("CANCELLED", errors.Cancelled),
+        ("INTERNAL", RpcError),
+        ("UNAUTHENTICATED", RpcError),
+    ],
+)
+async def test_a_status_becomes_the_error_of_the_tree(client: AsyncClient, code: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        await client.complete(f"fail {code}")
+    error = caught.value
+    assert isinstance(error, RpcError)
+    assert isinstance(error, errors.PacelineError)
+    assert (error.code, error.message, error.retry_after) == (grpc.StatusCode[code], f"no [{code}] today", None)
+    assert str(error) == f"{code}: no [{code}] today"
+
+
+@pytest.mark.parametrize(("pushback", "seconds"), [("300", 0.3), ("-1", -1.0), ("soon", -1.0)])
+async def test_the_server_may_say_when_to_retry(client: AsyncClient, pushback: str, seconds: float) -> None:
+    with pytest.raises(errors.Unavailable) as caught:
+        await client.complete(f"fail UNAVAILABLE {pushback}")
+    assert caught.value.retry_after == seconds  # type: ignore[attr-defined]
+
+
+async def test_an_error_after_some_output(client: AsyncClient) -> None:
+    deltas = aiter(client.generate("fail later"))
+    assert (await anext(deltas)).text == "a"
+    with pytest.raises(errors.Unavailable, match="engine lost"):
+        await anext(deltas)
+
+
+async def test_the_timeout_is_the_deadline_of_the_rpc(client: AsyncClient, server: FakeServer) -> None:
+    with pytest.raises(errors.DeadlineExceeded):
+        await client.complete("hang", timeout=0.2)
+    await handler_ended(server)
+
+
+async def test_nobody_listens() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(errors.Unavailable):
+            await client.complete("hello")
+
+
+def test_an_rpc_error_survives_pickling() -> None:
+    error = error_for(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens = 0: must be at least 1", 1.5)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), copy.retry_after) == (type(error), str(error), 1.5)
+
+
+# ---- Requests ------------------------------------------------------------------------------------------------------
+
+DEFAULTS = "speculation {mode: SPECULATION_MODE_AUTO} output {content: OUTPUT_CONTENT_TEXT_AND_TOKEN_IDS}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("", "prompt_text: ''"),
+        ("h\u00e9", "prompt_text: 'h\u00e9'"),
+        ([1, 2], "prompt_tokens {ids: [1, 2]}"),
+        ((), "prompt_tokens {}"),
+        (range(2), "prompt_tokens {ids: [0, 1]}"),
+        ([ChatMessage("user", "hi")], "chat {messages {role: 'user' content: 'hi'}}"),
+        (
+            [{"role": "system", "content": ""}, ChatMessage("user", "hi")],
+            "chat {messages {role: 'system'} messages {role: 'user' content: 'hi'}}",
+        ),
+    ],
+)
+def test_prompts(prompt: Any, expected: str) -> None:
+    request = build_request(prompt)
+    for part in ("sampling", "stop"):
+        assert not getattr(request, part).ByteSize(), "what was not asked for is not set"
+        request.ClearField(part)
+    assert request == text_format.Parse(f"{expected} {DEFAULTS}", pb.GenerateRequest())
+
+
+def test_options() -> None:
+    request = build_request(
+        "x",
+        temperature=0.0,
+        top_p=0.5,
+        top_k=0,
+        seed=2**64 - 1,
+        max_tokens=0,
+        stop="END",
+        stop_token_ids=[3],
+        ignore_eos=True,
+        speculation="draft_model",
+        max_draft_tokens=4,
+        min_draft_tokens=0,
+        content="text",
+        request_id="r",
+        min_p=None,
+    )
+    assert request == text_format.Parse(
+        """
+        request_id: "r" prompt_text: "x"
+        sampling {temperature: 0 top_p: 0.5 top_k: 0 seed: 18446744073709551615}
+        stop {max_tokens: 0 strings: "END" token_ids: 3 ignore_eos: true}
+        speculation {mode: SPECULATION_MODE_DRAFT_MODEL max_draft_tokens: 4 min_draft_tokens: 0}
+        output {content: OUTPUT_CONTENT_TEXT}
+        """,
+        pb.GenerateRequest(),
+    )
+    assert list(build_request("x", stop=["a", "b"]).stop.strings) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("x", {"max_tokens": -1}, r"stop.max_tokens = -1: must be an integer in 0..2\^32-1"),
+        ("x", {"max_tokens": 1.5}, "stop.max_tokens = 1.5: must be an integer"),
+        ("x", {"temperature": "hot"}, "sampling.temperature = 'hot': must be a number"),
+        ("x", {"stop": ["a", 1]}, r"stop.strings = \['a', 1\]: must be a sequence, each text"),
+        ("x", {"speculation": "fast"}, "speculation.mode = 'fast': must be one of auto, off, ngram, draft_model"),
+        ("x", {"content": "html"}, "output.content = 'html': must be one of text, token_ids, text_and_token_ids"),
+        ("\ud800", {}, "prompt_text = .* must be text that UTF-8 can hold"),
+        ([1, -2], {}, r"prompt_tokens.ids = \[1, -2\]: must be a sequence"),
+        (b"x", {}, "prompt = b'x': must be text, token ids or chat messages"),
+        ({"role": "user", "content": "x"}, {}, "must be text, token ids or chat messages"),
+        ([{"role": "user"}], {}, r"chat.messages\[0\] = .*keys role and content"),
+        ([ChatMessage("user", "x"), 3], {}, r"chat.messages\[1\] = 3"),
+    ],
+)
+async def test_what_a_request_cannot_carry(client: AsyncClient, prompt: Any, options: Any, message: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=message):
+        client.generate(prompt, **options)
+
+
+def test_an_option_that_does_not_exist() -> None:
+    with pytest.raises(TypeError, match="unknown option max_token"):
+        build_request("x", max_token=1)  # type: ignore[call-arg]
+
+
+# ---- Health --------------------------------------------------------------------------------------------------------
+
+
+async def test_health(client: AsyncClient, server: FakeServer) -> None:
+    assert await client.health(wait_for_ready=True) is HealthStatus.SERVING
+    await server.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert await client.health() is HealthStatus.NOT_SERVING
+    with pytest.raises(errors.NotFound):
+        await client.health("no.such.Service")
+
+
+# ---- Importing -----------------------------------------------------------------------------------------------------
+
+
+def test_the_client_needs_nothing_of_the_engine() -> None:
+    code = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "numpy", "transformers", "tokenizers", "safetensors", "uvloop", "rich"}:
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Block())
+import paceline.client
+ours = {name for name in sys.modules if name.startswith("paceline.")}
+allowed = ("paceline.client", "paceline.v1", "paceline.errors")
+print(sorted(name for name in ours if not name.startswith(allowed)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
