@@ -91,7 +91,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         Scheduler(scheduler_config, policy),
         ModelRunner(target, target_kv, drafters, settings.seed),
         TransformersTokenizer(tokenizer),
-        model_name=settings.model,
+        model_name=model_path.name if settings.model != "demo" else settings.model,
         vocab_size=config.vocab_size,
         methods=drafters,
         default_sampling=_default_sampling(config),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from paceline.core.params import Method, SamplingParams
 from paceline.core.plan import Admission, SequenceWork
 from paceline.core.sequence import Sequence
