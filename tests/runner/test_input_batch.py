@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from paceline.runner.input_batch import Run, flatten
 
 CPU = torch.device("cpu")

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
+
 from paceline.core.params import SamplingParams
 from paceline.runner.sampler import distribution, draw
-from scipy.stats import chisquare
 
 
 def naive(logits: list[float], params: SamplingParams) -> list[float]:

@@ -7,11 +7,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
+
 from paceline.core.params import SamplingParams
 from paceline.runner import verification
 from paceline.runner.drafter import Draft
 from paceline.runner.verification import Verifier
-from scipy.stats import chisquare
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

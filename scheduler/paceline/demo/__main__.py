@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from statistics import median
 
 import uvloop
-from paceline_loadtest import GrpcClient, LoadConfig, Report, RequestOptions, load_prompts, plan, run_load
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from paceline.client import AsyncClient, Completion
+from paceline_loadtest import GrpcClient, LoadConfig, Report, RequestOptions, load_prompts, plan, run_load
 
 STREAMS = 8
 ROUNDS = 3

@@ -123,7 +123,7 @@ DRAFT = Recipe(
     num_hidden_layers=1,
     num_attention_heads=2,
     num_key_value_heads=1,
-    steps=4000,
+    steps=2000,
 )
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 4096
@@ -349,7 +349,7 @@ def cut_prompts(tokenizer: PreTrainedTokenizerFast, held_out: dict[str, str], co
 
 
 def save(model: Model, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    model.config.use_cache = True
+    model.config.use_cache = model.generation_config.use_cache = True
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
@@ -358,6 +358,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoints")
     parser.add_argument("--steps", type=int, help="train both models for this many steps instead (to try the script)")
+    parser.add_argument("--reuse-target", action="store_true", help="keep the target in --out and train only the draft")
     args = parser.parse_args()
     target_recipe, draft_recipe = TARGET, DRAFT
     if args.steps:
@@ -365,14 +366,18 @@ def main() -> None:
         draft_recipe = Recipe(**{**asdict(DRAFT), "steps": args.steps})
 
     training, held_out = read_sources()
-    tokenizer = train_tokenizer(training)
+    reuse = args.out / "target" if args.reuse_target else None
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(reuse) if reuse else train_tokenizer(training)
     end_id = cast(int, tokenizer.eos_token_id)
     stream, held_out_stream = encode(tokenizer, training), encode(tokenizer, list(held_out.values()))
     prompts = cut_prompts(tokenizer, held_out)
     print(f"{len(stream):,} training tokens, {len(held_out_stream):,} held out in {len(held_out)} modules", flush=True)
 
-    target = train(target_recipe, stream, end_id, "target")
-    save(target, tokenizer, args.out / "target")
+    if reuse:
+        target = LlamaForCausalLM.from_pretrained(reuse, dtype=torch.bfloat16)
+    else:
+        target = train(target_recipe, stream, end_id, "target")
+        save(target, tokenizer, args.out / "target")
     print(f"target held-out loss {held_out_loss(target, held_out_stream):.3f}", flush=True)
     draft = train(draft_recipe, stream, end_id, "draft", teacher=target)
     save(draft, tokenizer, args.out / "draft")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from paceline_kernels import PagedBatch
 from torch import Tensor
+
+from paceline_kernels import PagedBatch
 
 
 @dataclass(frozen=True, slots=True)

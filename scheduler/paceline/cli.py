@@ -1,0 +1,188 @@
+"""The `paceline` command.
+
+torch and everything above it is imported inside the commands, so that `paceline --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from paceline import __version__
+from paceline.bench import app as bench_app
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.wiring import EngineSettings
+
+USER_ERROR: Final = 2
+SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+app = typer.Typer(
+    name="paceline",
+    help="Serve large language models over gRPC, with speculation that adapts to every request.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    """Run the command line. A mistake of the user ends in one line on stderr and exit code 2."""
+    try:
+        app()
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+
+
+def parse_size(text: str) -> int:
+    """Bytes: 536870912, 512MiB, 512M (the same), 0.5GiB, 512MB (of 1000 * 1000). Raises typer.BadParameter."""
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    number, unit, binary = match.groups()
+    decimal = text.strip().upper().endswith("B") and not binary
+    base = 1000 if decimal else 1024
+    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+
+
+# -- options of every command that runs an engine ---------------------------------------------------------------------
+
+
+def engine_settings(
+    model: Annotated[str, typer.Option(metavar="DIR|demo", help="Hugging Face model directory.")] = "demo",
+    draft: Annotated[
+        str, typer.Option(metavar="DIR|demo|ngram|none", help="Who drafts: a smaller model, prompt lookup or nobody.")
+    ] = "none",
+    dtype: Annotated[str, typer.Option(metavar="auto|float32|bfloat16", help="Of weights and KV cache.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="Prompt and completion at most (the model's own limit).")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(metavar="N", help="Requests that run at once.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(metavar="TOKENS", help="Computed per step at most.")] = 2048,
+    kv_cache_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Memory for KV, such as 512MiB (a share of what is free)."
+        ),
+    ] = None,
+    block_size: Annotated[int, typer.Option(metavar="TOKENS", help="Per KV block.")] = 16,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the engine's random numbers.")] = 0,
+    depth: Annotated[
+        str, typer.Option(metavar="auto|off|N", help="Draft tokens per step: chosen, none, or N.")
+    ] = "auto",
+) -> EngineSettings:
+    """The settings that the options stand for: these are declared here and nowhere else."""
+    from paceline.wiring import EngineSettings
+
+    return EngineSettings(
+        model=model,
+        draft=draft,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory=kv_cache_memory,
+        block_size=block_size,
+        seed=seed,
+        depth=depth,
+    )
+
+
+def with_engine_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's parameter `settings` by the options of `engine_settings`."""
+    shared = inspect.signature(engine_settings, eval_str=True, locals={"EngineSettings": object}).parameters
+    own = inspect.signature(command, eval_str=True, locals={"EngineSettings": object}).parameters
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        settings = engine_settings(**{name: values.pop(name) for name in shared})
+        command(settings=settings, **values)
+
+    parameters = [parameter for name, parameter in own.items() if name != "settings"] + list(shared.values())
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    run.__signature__ = inspect.Signature([p.replace(kind=keyword_only) for p in parameters])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=lambda on: _print_version(on), help="Print it and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+@with_engine_settings
+def serve(
+    settings: EngineSettings,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 or :: for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 50051,
+    grace: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Given to live requests when the server is stopped.")
+    ] = 30.0,
+) -> None:
+    """Serve a model over gRPC; prints `serving on HOST:PORT` once it can answer."""
+    from paceline.server import run_server
+    from paceline.wiring import build_engine
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run_server(lambda: build_engine(settings), host, port, grace)
+
+
+@app.command()
+@with_engine_settings
+def generate(
+    settings: EngineSettings,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Completed together, as one batch.")],
+    max_tokens: Annotated[int, typer.Option(metavar="TOKENS", help="Completion tokens at most.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy (the model's default).")] = None,
+    top_p: Annotated[float | None, typer.Option(help="In (0, 1] (the model's default).")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 keeps every token (the model's default).")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop string; may be repeated.")] = None,
+) -> None:
+    """Complete prompts offline: the text of one streams as it comes, those of several follow in turn."""
+    from paceline.llm import LLM
+    from paceline.wiring import build_engine
+
+    alone = len(prompts) == 1
+    completions = LLM.from_engine(build_engine(settings)).generate(
+        prompts,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop=stop or (),
+        on_text=_print_piece if alone else None,
+    )
+    if alone:
+        print()
+        return
+    for prompt, completion in zip(prompts, completions, strict=True):
+        print(f"==> {prompt}\n{completion.text}\n")
+
+
+def _print_piece(index: int, text: str) -> None:
+    print(text, end="", flush=True)

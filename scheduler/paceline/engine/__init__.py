@@ -1,0 +1,31 @@
+"""From a prompt to a stream of text: tokens, stops and the step loop, around the pure core.
+
+engine = AsyncEngine(Engine(scheduler, runner, tokenizer, "demo"))
+engine.start()
+stream = await engine.submit(GenerationRequest("def add(a, b):"))
+async with contextlib.aclosing(stream):
+    async for delta in stream:
+        print(delta.text, end="")
+"""
+
+from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.delta import Delta, Output
+from paceline.engine.engine import Engine
+from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
+from paceline.engine.stream import Stream
+from paceline.engine.tokenizer import Tokenizer, TransformersTokenizer
+from paceline.engine.totals import Totals
+
+__all__ = [
+    "AsyncEngine",
+    "ChatMessage",
+    "Delta",
+    "Engine",
+    "GenerationRequest",
+    "Output",
+    "Prompt",
+    "Stream",
+    "Tokenizer",
+    "Totals",
+    "TransformersTokenizer",
+]

@@ -1,0 +1,227 @@
+"""The engine on an event loop: the step loop, and one stream per request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from paceline.core.plan import StepPlan, StepResult
+from paceline.engine.engine import Engine
+from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
+from paceline.engine.stream import Stream
+from paceline.errors import Cancelled, EngineDead, PacelineError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+# Text longer than this, in characters, is tokenised in another thread: about a millisecond's worth.
+LONG_TEXT = 4096
+
+
+class AsyncEngine:
+    """Runs an `Engine`'s steps while there is work, and sleeps on an event while there is none.
+
+    The engine and its core are touched on the event loop's thread only; the forward runs in one worker thread. So a
+    request may be added or aborted at any moment, during a forward too, and takes effect at once.
+
+    Args:
+        engine: owned by this object from now on.
+        lag: plans made ahead of the result they follow, 0 or 1. With 1 the next step is planned while one runs.
+
+    Attributes:
+        on_death: called, in order, with the error that ended the engine. Append to it.
+    """
+
+    def __init__(self, engine: Engine, *, lag: int = 0) -> None:
+        assert lag in (0, 1), lag
+        self.engine = engine
+        self.lag = lag
+        self.on_death: list[Callable[[EngineDead], None]] = []
+        self._streams: dict[int, Stream] = {}
+        self._wake = asyncio.Event()
+        self._empty = asyncio.Event()  # no request is live
+        self._empty.set()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-forward")
+        self._task: asyncio.Task[None] | None = None
+        self._draining = False
+        self._stopping = False
+        self._death: EngineDead | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """The step loop runs. Stays true while draining."""
+        return self._task is not None and not self._stopping and self._death is None
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerationRequest) -> Stream:
+        """Queue a request. Nothing is queued if this raises, or is cancelled.
+
+        Raises:
+            EngineDead: the engine has failed.
+            Unavailable: it is not running, draining, or its queue is full.
+            PacelineError: whatever `Engine.encode` and `Engine.add` refuse.
+        """
+        self._check_open()
+        if _text_length(request.prompt) > LONG_TEXT:
+            prompt = await asyncio.to_thread(self.engine.encode, request)
+            self._check_open()
+        else:
+            prompt = self.engine.encode(request)
+        request_id = self.engine.add(request, prompt)
+        stream = self._streams[request_id] = Stream(request_id, len(prompt), self._abandon)
+        self._empty.clear()
+        self._wake.set()
+        return stream
+
+    def abort(self, request_id: int) -> bool:
+        """End a request now; its stream fails with Cancelled. False if it is not live."""
+        return self._end(request_id, Cancelled("the request was aborted"))
+
+    def _abandon(self, request_id: int) -> None:
+        self._end(request_id, Cancelled("nobody reads the stream"))
+
+    def _end(self, request_id: int, error: PacelineError) -> bool:
+        """The way out of every request that does not finish: its blocks are free on return."""
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return False
+        self.engine.abort(request_id)
+        stream.fail(error)
+        if not self._streams:
+            self._empty.set()
+        return True
+
+    def _check_open(self) -> None:
+        if self._death is not None:
+            raise EngineDead(str(self._death))
+        if self._draining or self._stopping:
+            raise Unavailable("the server is shutting down")
+        if self._task is None:
+            raise Unavailable("the engine is not running yet")
+
+    # -- life and death -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the step loop on the running event loop. Once only."""
+        assert self._task is None, "started twice"
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="paceline-steps")
+
+    async def drain(self, grace: float) -> None:
+        """Refuse new requests, and give the live ones `grace` seconds to end; the others fail with Unavailable."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(grace):
+                await self._empty.wait()
+        except TimeoutError:
+            self._end_all("the server is shutting down")
+
+    async def stop(self) -> None:
+        """End every request and the step loop; the forward that runs is waited for. More calls have no effect."""
+        self._stopping = True
+        self._end_all("the server is shutting down")
+        self._wake.set()
+        if self._task is not None:
+            # Unlike awaiting the task, this does not cancel it when the caller is cancelled.
+            await asyncio.wait([self._task])
+        self._worker.shutdown(wait=False)
+
+    def _end_all(self, reason: str) -> None:
+        for request_id in list(self._streams):
+            self._end(request_id, Unavailable(reason))
+
+    def _die(self, cause: BaseException) -> None:
+        """Every live stream ends with EngineDead, and nothing starts any more. The core may be in any state."""
+        logger.critical("the engine failed", exc_info=cause)
+        self._death = _dead(cause)
+        self._worker.shutdown(wait=False, cancel_futures=True)
+        streams = list(self._streams.values())
+        self._streams.clear()
+        self._empty.set()
+        for stream in streams:
+            stream.fail(_dead(cause))
+        for callback in self.on_death:
+            try:
+                callback(self._death)
+            except Exception:
+                logger.exception("a callback for the engine's death failed")
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            while not self._stopping:
+                await self._work()
+                # Readers get their last deltas before the books are checked.
+                await asyncio.sleep(0)
+                if not self.engine.has_work:
+                    self.engine.check_invariants()
+                    await self._sleep()
+        except Exception as error:
+            self._die(error)
+        except BaseException as error:
+            self._die(error)
+            raise
+
+    async def _sleep(self) -> None:
+        if not self._stopping:
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def _work(self) -> None:
+        """Step until no plan can be made and no result is outstanding."""
+        loop = asyncio.get_running_loop()
+        outstanding: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
+        try:
+            while True:
+                plan = self.engine.plan()
+                if plan is not None:
+                    future = loop.run_in_executor(self._worker, self.engine.runner.execute, plan)
+                    outstanding.append((plan, future))
+                    if len(outstanding) <= self.lag:
+                        continue
+                if not outstanding:
+                    assert not self.engine.has_work, "requests are left, but nothing can be planned"
+                    return
+                plan, future = outstanding.popleft()
+                await self._finish(plan, future)
+        finally:
+            # Left over only when the loop dies: nobody will ask for these results, nor for their errors.
+            for _, future in outstanding:
+                future.add_done_callback(lambda left: left.cancelled() or left.exception())
+
+    async def _finish(self, plan: StepPlan, future: asyncio.Future[StepResult]) -> None:
+        if future.done():
+            await asyncio.sleep(0)  # awaiting it would not let anybody else run
+        result = await future
+        for output in self.engine.finish(plan, result):
+            stream = self._streams[output.request_id]
+            stream.put(output)
+            if output.finish is not None:
+                del self._streams[output.request_id]
+        if not self._streams:
+            self._empty.set()
+
+
+def _text_length(prompt: Prompt) -> int:
+    """Characters to tokenise."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(item.content) for item in prompt if isinstance(item, ChatMessage))
+
+
+def _dead(cause: BaseException) -> EngineDead:
+    """A new error for each stream, since one that several tasks raise collects all their tracebacks.
+
+    Clients see its text, and not that of the cause, which may hold anything.
+    """
+    error = EngineDead("the engine failed and serves no more requests")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,34 @@
+"""What a completion grew by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.plan import Finish
+from paceline.core.request import RequestStats
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text and tokens of one completion. Concatenated, deltas give the whole of it.
+
+    Text may come later than its tokens: it waits for the rest of a character, or until it can no longer be part of a
+    stop string.
+
+    Attributes:
+        token_offset: index of `token_ids[0]` in the completion.
+        finish, stats: set together, in the last delta and only there.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    token_offset: int
+    finish: Finish | None = None
+    stats: RequestStats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output(Delta):
+    """A delta, and whose it is."""
+
+    request_id: int

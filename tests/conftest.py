@@ -1,0 +1,44 @@
+"""Async tests run on asyncio and on uvloop, and fail on a blocked loop, a leaked task or an unhandled error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import uvloop
+from blockbuster import blockbuster_ctx
+
+LEAK_SECONDS = 2.0  # a task that ends within this, unasked, was only late
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """A test that needs only one: `@pytest.mark.asyncio(loop_factories=["uvloop"])`."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def _guard(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Costs synchronous tests nothing."""
+    if request.node.get_closest_marker("asyncio") is None:
+        yield
+        return
+    request.getfixturevalue("_clean_loop")
+    # Only blocking calls made by our own code count.
+    with blockbuster_ctx("paceline"):
+        yield
+
+
+@pytest_asyncio.fixture
+async def _clean_loop() -> AsyncIterator[None]:
+    """Set up before every other fixture, and so torn down after them."""
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    yield
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    if tasks:
+        _, leaked = await asyncio.wait(tasks, timeout=LEAK_SECONDS)
+        assert not leaked, f"leaked tasks: {leaked}"
+    assert not errors, f"unhandled errors: {errors}"

@@ -1,0 +1,472 @@
+"""The step loop: delivery, cancellation, death, draining; with and without a plan outstanding."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, Future
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from engine.toy import FailingRunner, GatedRunner, ToyTokenizer, expected, make_engine, make_request, num_free
+from paceline.core.plan import StepPlan, StepResult
+from paceline.engine import AsyncEngine, ChatMessage, Engine, GenerationRequest, Output, Stream
+from paceline.errors import Cancelled, EngineDead, InvalidArgument, ResourceExhausted, Unavailable
+
+lags = pytest.mark.parametrize("lag", [0, 1])
+Completion = tuple[tuple[int, ...], str]
+
+
+@asynccontextmanager
+async def running(engine: Engine, lag: int = 0) -> AsyncIterator[AsyncEngine]:
+    async_engine = AsyncEngine(engine, lag=lag)
+    async_engine.start()
+    try:
+        yield async_engine
+    finally:
+        await async_engine.stop()
+
+
+async def read(stream: Stream) -> Completion:
+    token_ids: list[int] = []
+    text = ""
+    async for delta in stream:
+        assert delta.token_offset == len(token_ids)
+        token_ids += delta.token_ids
+        text += delta.text
+    assert delta.finish is not None
+    assert delta.stats is not None
+    assert delta.stats.completion_tokens == len(token_ids)
+    return tuple(token_ids), text
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Other threads take part, so turns of the loop cannot be counted; a test that never gets there times out."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@lags
+async def test_concurrent_requests_get_their_own_completions(lag: int) -> None:
+    engine = make_engine(num_blocks=40)  # tight: some are preempted
+    prompts = [[seed, seed + 1] * (1 + seed % 7) for seed in range(20)]
+
+    async def one(index: int, prompt: list[int]) -> tuple[Stream, Completion]:
+        await turns(index)
+        stream = await served.submit(make_request(prompt, 10 + index))
+        return stream, await read(stream)
+
+    async with running(engine, lag) as served:
+        results = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
+        assert [completion for _, completion in results] == [
+            expected(prompt, 10 + index) for index, prompt in enumerate(prompts)
+        ]
+        assert [stream.prompt_tokens for stream, _ in results] == [len(prompt) for prompt in prompts]
+        assert len({stream.request_id for stream, _ in results}) == 20
+        assert served.num_live == 0
+    assert num_free(engine) == 40
+
+
+@lags
+async def test_stop_strings_give_the_same_with_and_without_lag(lag: int) -> None:
+    token_ids, text = expected([9], 60)
+    string = next(text[at : at + 2] for at in range(20, 60) if text.find(text[at : at + 2]) == at)
+    async with running(make_engine(), lag) as served:
+        ids, shown = await read(await served.submit(make_request([9], 60, (string,))))
+    assert shown == text[: text.find(string)]
+    assert ids == token_ids[: len(ids)]
+    assert expected([9], len(ids) - 1)[1].find(string) < 0
+
+
+async def test_with_lag_the_next_step_is_planned_while_one_runs() -> None:
+    for lag, most in ((0, 1), (1, 2)):
+        engine = make_engine()
+        gated = engine.runner = GatedRunner(engine.runner)
+        async with running(engine, lag) as served:
+            stream = await served.submit(make_request())
+            await until(lambda gated=gated: gated.started == 1)  # type: ignore[misc]
+            await turns()
+            assert engine.scheduler._num_outstanding == most
+            gated.gate.release(1000)
+            await read(stream)
+
+
+@lags
+async def test_an_abort_during_a_forward_frees_the_blocks_at_once(lag: int) -> None:
+    engine = make_engine()
+    gated = engine.runner = GatedRunner(engine.runner)
+    async with running(engine, lag) as served:
+        kept = await served.submit(make_request([1, 2]))
+        gone = await served.submit(make_request([3, 4]))
+        gated.gate.release(1)
+        await until(lambda: gated.started == 2)
+        assert engine.scheduler.kv.table(gone.request_id)
+        assert served.abort(gone.request_id)
+        assert not served.abort(gone.request_id)
+        assert not engine.scheduler.kv.table(gone.request_id)
+        assert engine.scheduler.kv.table(kept.request_id)
+        engine.check_invariants()
+        gated.gate.release(1000)
+        with pytest.raises(Cancelled):
+            await read(gone)
+        assert await read(kept) == expected([1, 2], 20)
+
+
+@lags
+@pytest.mark.parametrize("seed", range(4))
+async def test_readers_that_leave_at_random_moments_disturb_nobody(lag: int, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(num_blocks=48)
+    kv = engine.scheduler.kv
+
+    async def stays(prompt: list[int]) -> None:
+        assert await read(await served.submit(make_request(prompt, 40))) == expected(prompt, 40)
+
+    async def breaks(prompt: list[int], after: int) -> None:
+        stream = await served.submit(make_request(prompt, 60))
+        async with aclosing(stream):
+            async for delta in stream:
+                if delta.token_offset >= after:
+                    break
+        assert not kv.table(stream.request_id)
+
+    async def is_cancelled(prompt: list[int], after: int) -> None:
+        stream = await served.submit(make_request(prompt, 60))
+        task = asyncio.create_task(read(stream))
+        await turns(1 + after)  # a task that never began has nothing to clean up
+        task.cancel()
+        await asyncio.wait([task])
+        assert not kv.table(stream.request_id)
+
+    async def is_aborted(prompt: list[int], after: int) -> None:
+        stream = await served.submit(make_request(prompt, 60))
+        await turns(after)
+        served.abort(stream.request_id)
+        assert not kv.table(stream.request_id)
+
+    async with running(engine, lag) as served, asyncio.TaskGroup() as group:
+        for index in range(24):
+            prompt = [rng.randrange(900) for _ in range(rng.randrange(1, 12))]
+            if index % 3 == 0:
+                group.create_task(stays(prompt))
+            else:
+                leaves = rng.choice([breaks, is_cancelled, is_aborted])
+                group.create_task(leaves(prompt, rng.randrange(40)))
+            await turns(rng.randrange(5))
+    assert num_free(engine) == 48
+    engine.check_invariants()
+
+
+@lags
+async def test_a_slow_reader_gets_everything_in_few_messages_and_holds_up_nobody(lag: int) -> None:
+    async with running(make_engine(), lag) as served:
+        slow = await served.submit(make_request([1], 100))
+        assert await read(await served.submit(make_request([2], 100))) == expected([2], 100)
+        await until(lambda: served.num_live == 0)
+        deltas = [delta async for delta in slow]
+    assert len(deltas) == 1
+    assert (deltas[0].token_ids, deltas[0].text) == expected([1], 100)
+
+
+class InlineExecutor(Executor):
+    """Every result is in before anybody can wait for it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+async def test_the_loop_turns_between_steps_however_fast_they_are() -> None:
+    engine = make_engine()
+    served = AsyncEngine(engine, lag=1)
+    served._worker = InlineExecutor()  # type: ignore[assignment]
+    loop_turns = 0
+    turns_at_step: list[int] = []
+    finish = engine.finish
+
+    def counted(plan: StepPlan, result: StepResult) -> list[Output]:
+        turns_at_step.append(loop_turns)
+        return finish(plan, result)
+
+    engine.finish = counted  # type: ignore[method-assign]
+    served.start()
+    stream = await served.submit(make_request([1], 150))
+    while served.num_live:
+        loop_turns += 1
+        await asyncio.sleep(0)
+    assert len(turns_at_step) > 50
+    assert all(before < after for before, after in pairwise(turns_at_step))
+    await read(stream)
+    await served.stop()
+
+
+async def test_the_forward_runs_in_one_thread_that_is_not_the_loops() -> None:
+    engine = make_engine()
+    threads = set()
+    execute = engine.runner.execute
+
+    def watched(plan: StepPlan) -> StepResult:
+        threads.add(threading.get_ident())
+        return execute(plan)
+
+    engine.runner.execute = watched  # type: ignore[method-assign]
+    async with running(engine, lag=1) as served:
+        await asyncio.gather(*[read(await served.submit(make_request([n]))) for n in range(5)])
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+async def test_when_idle_it_checks_its_books_once_and_sleeps() -> None:
+    engine = make_engine()
+    calls = {"plan": 0, "check_invariants": 0}
+
+    def spy(name: str, method: Callable[[], object]) -> object:
+        calls[name] += 1
+        return method()
+
+    for name in calls:
+        setattr(engine, name, partial(spy, name, getattr(engine, name)))
+    async with running(engine) as served:
+        await turns()
+        assert calls["check_invariants"] == 1
+        await read(await served.submit(make_request()))
+        await turns()
+        before = dict(calls)
+        assert before["check_invariants"] == 2
+        await turns(100)
+        assert calls == before
+
+
+class TestSubmit:
+    async def test_what_is_refused_is_not_queued(self) -> None:
+        engine = make_engine(num_blocks=8)
+        async with running(engine) as served:
+            with pytest.raises(InvalidArgument):
+                await served.submit(make_request([5000]))
+            with pytest.raises(ResourceExhausted, match="can never fit"):
+                await served.submit(make_request([1] * 20, max_tokens=13))
+            assert served.num_live == 0
+            assert not engine.has_work
+            assert served.healthy
+
+    async def test_long_prompts_are_tokenised_outside_the_loops_thread(self) -> None:
+        engine = make_engine(num_blocks=4000, max_model_len=15000, max_num_batched_tokens=8192)
+        tokenizer = engine.tokenizer
+        assert isinstance(tokenizer, ToyTokenizer)
+        here = threading.current_thread().name
+        chat = GenerationRequest((ChatMessage("user", "x" * 5000),), stop=make_request(max_tokens=1).stop)
+        async with running(engine) as served:
+            await read(await served.submit(make_request("short", 1)))
+            await read(await served.submit(make_request("x" * 5000, 1)))
+            await read(await served.submit(chat))
+        assert tokenizer.threads[0] == here
+        assert here not in tokenizer.threads[1:]
+        assert len(tokenizer.threads) == 3
+
+    async def test_before_the_start(self) -> None:
+        served = AsyncEngine(make_engine())
+        assert not served.healthy
+        with pytest.raises(Unavailable):
+            await served.submit(make_request())
+        await served.stop()
+
+    async def test_cancelled_while_tokenising_it_leaves_nothing_behind(self) -> None:
+        engine, gate = slow_to_encode()
+        async with running(engine) as served:
+            task = asyncio.create_task(served.submit(make_request("x" * 5000)))
+            await turns()
+            task.cancel()
+            await asyncio.wait([task])
+            gate.set()
+            await turns()
+            assert task.cancelled()
+            assert not engine.has_work
+
+    async def test_draining_while_tokenising_refuses_it(self) -> None:
+        engine, gate = slow_to_encode()
+        async with running(engine) as served:
+            task = asyncio.create_task(served.submit(make_request("x" * 5000)))
+            await turns()
+            await served.drain(60)
+            gate.set()
+            with pytest.raises(Unavailable):
+                await task
+            assert not engine.has_work
+
+
+def slow_to_encode() -> tuple[Engine, threading.Event]:
+    """An engine that encodes once the event is set."""
+    engine = make_engine(num_blocks=4000, max_model_len=15000)
+    gate = threading.Event()
+    encode = engine.encode
+
+    def slow(request: GenerationRequest) -> tuple[int, ...]:
+        assert gate.wait(60)
+        return encode(request)
+
+    engine.encode = slow  # type: ignore[method-assign]
+    return engine, gate
+
+
+class TestDeath:
+    @lags
+    @pytest.mark.parametrize("at_step", [0, 3])
+    async def test_every_stream_ends_with_the_error_once(
+        self, lag: int, at_step: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = make_engine(wrap=lambda runner: FailingRunner(runner, at_step))
+        told: list[EngineDead] = []
+
+        def bad_callback(error: EngineDead) -> None:
+            raise ValueError("a careless callback")
+
+        async with running(engine, lag) as served:
+            served.on_death += [bad_callback, told.append]
+            assert served.healthy
+            streams = [await served.submit(make_request([n], 100)) for n in range(5)]
+            results = await asyncio.gather(*map(read, streams), return_exceptions=True)
+            assert [type(result) for result in results] == [EngineDead] * 5
+            assert len({id(result) for result in results}) == 5
+            assert "secret" not in str(results[0])
+            assert isinstance(results[0], EngineDead)
+            assert isinstance(results[0].__cause__, RuntimeError)
+            for stream in streams:
+                assert [delta async for delta in stream] == []
+            assert not served.healthy
+            assert len(told) == 1
+            assert served.num_live == 0
+            with pytest.raises(EngineDead):
+                await served.submit(make_request())
+            await served.drain(60)
+        assert [r.levelno for r in caplog.records if r.name.startswith("paceline")] == [logging.CRITICAL, logging.ERROR]
+
+    async def test_a_step_behind_the_fatal_one_is_not_reported_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(logging.getLogger("paceline.engine.async_engine"), "disabled", True)  # records keep errors
+        errors: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        async with running(make_engine(wrap=lambda runner: FailingRunner(runner, 2)), lag=1) as served:
+            stream = await served.submit(make_request([1], 100))
+            with pytest.raises(EngineDead):
+                await read(stream)
+        del served, stream
+        gc.collect()
+        await turns()
+        assert errors == []
+
+    async def test_tokens_that_came_before_are_delivered(self) -> None:
+        engine = make_engine(wrap=lambda runner: FailingRunner(runner, 4))
+        token_ids: list[int] = []
+        async with running(engine) as served:
+            stream = await served.submit(make_request([1], 100))
+            await until(lambda: not served.healthy)
+            with pytest.raises(EngineDead):  # noqa: PT012
+                async for delta in stream:
+                    token_ids += delta.token_ids
+        assert token_ids
+        assert tuple(token_ids) == expected([1], len(token_ids))[0]
+
+    async def test_books_that_do_not_balance_are_fatal(self) -> None:
+        engine = make_engine()
+        async with running(engine) as served:
+            engine.scheduler.kv.pool.allocate(1)  # nobody's
+            await read(await served.submit(make_request()))
+            await until(lambda: not served.healthy)
+
+    async def test_cancelling_the_step_loop_ends_the_streams(self) -> None:
+        engine = make_engine()
+        gated = engine.runner = GatedRunner(engine.runner)
+        async with running(engine) as served:
+            stream = await served.submit(make_request())
+            await until(lambda: gated.started == 1)
+            assert served._task is not None
+            served._task.cancel()
+            with pytest.raises(EngineDead):
+                await read(stream)
+            assert not served.healthy
+            gated.gate.release(1000)
+
+
+class TestTheEnd:
+    @lags
+    async def test_draining_lets_the_live_ones_finish(self, lag: int) -> None:
+        engine = make_engine()
+        async with running(engine, lag) as served:
+            streams = [await served.submit(make_request([n], 50)) for n in range(12)]
+            readers = asyncio.gather(*map(read, streams))
+            draining = asyncio.create_task(served.drain(60))
+            await asyncio.sleep(0)
+            with pytest.raises(Unavailable):
+                await served.submit(make_request())
+            assert served.healthy
+            await draining
+            assert served.num_live == 0
+            assert await readers == [expected([n], 50) for n in range(12)]
+
+    @lags
+    async def test_what_is_live_after_the_grace_fails(self, lag: int) -> None:
+        engine = make_engine()
+        gated = engine.runner = GatedRunner(engine.runner)
+        async with running(engine, lag) as served:
+            streams = [await served.submit(make_request([n], 50)) for n in range(12)]
+            await until(lambda: gated.started == 1)
+            await served.drain(0.0)
+            for stream in streams:
+                with pytest.raises(Unavailable):
+                    await read(stream)
+            assert num_free(engine) == 64
+            gated.gate.release(1000)
+
+    async def test_draining_ends_when_the_last_reader_leaves(self) -> None:
+        engine = make_engine()
+        gated = engine.runner = GatedRunner(engine.runner)
+        async with running(engine) as served:
+            stream = await served.submit(make_request())
+            draining = asyncio.create_task(served.drain(3600))
+            await turns()
+            assert not draining.done()
+            await stream.aclose()
+            await draining
+            gated.gate.release(1000)
+
+    async def test_draining_an_idle_engine_returns(self) -> None:
+        async with running(make_engine()) as served:
+            await served.drain(60)
+
+    @lags
+    async def test_stopping_ends_live_requests_and_the_loop(self, lag: int) -> None:
+        engine = make_engine()
+        gated = engine.runner = GatedRunner(engine.runner)
+        async with running(engine, lag) as served:
+            stream = await served.submit(make_request())
+            await until(lambda: gated.started == 1)
+            stopping = asyncio.create_task(served.stop())
+            with pytest.raises(Unavailable):
+                await read(stream)
+            assert not stopping.done()  # the forward still runs
+            gated.gate.release(1000)
+            await stopping
+            assert not served.healthy
+            with pytest.raises(Unavailable):
+                await served.submit(make_request())
+            await served.stop()
+        engine.check_invariants()
+
+    async def test_stopping_ends_the_worker_thread(self) -> None:
+        async with running(make_engine()) as served:
+            await read(await served.submit(make_request()))
+            [worker] = served._worker._threads
+        await until(lambda: not worker.is_alive())

@@ -1,0 +1,88 @@
+"""The library form, around an engine that exists."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.toy import FailingRunner, decode, expected, make_engine, num_free
+from paceline.core.plan import FinishReason
+from paceline.engine import ChatMessage
+from paceline.errors import EngineDead, FailedPrecondition, InvalidArgument
+from paceline.llm import LLM
+
+
+def test_completions_come_in_the_order_of_prompts() -> None:
+    engine = make_engine(max_queued=3)  # fewer than there are prompts
+    prompts = [[n] * (1 + n % 5) for n in range(20)]
+    completions = LLM.from_engine(engine).generate(prompts, max_tokens=15, temperature=0.0)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert (completion.token_ids, completion.text) == expected(prompt, 15)
+        assert completion.finish_reason is FinishReason.MAX_TOKENS
+        assert (completion.stats.prompt_tokens, completion.stats.completion_tokens) == (len(prompt), 15)
+    assert num_free(engine) == 64
+
+
+@pytest.mark.parametrize(
+    ("prompts", "token_ids"),
+    [
+        ("hi", [list(b"hi")]),
+        ([4, 5], [[4, 5]]),
+        ((4, 5), [[4, 5]]),
+        ([ChatMessage("user", "hi")], [list(b"<user>hi<assistant>")]),
+        (["a", [7, 8], [ChatMessage("user", "x")]], [list(b"a"), [7, 8], list(b"<user>x<assistant>")]),
+        ([], []),
+    ],
+)
+def test_one_prompt_or_many(prompts: list[str], token_ids: list[list[int]]) -> None:
+    completions = LLM.from_engine(make_engine()).generate(prompts, max_tokens=4)
+    assert [completion.token_ids for completion in completions] == [expected(prompt, 4)[0] for prompt in token_ids]
+
+
+def test_text_streams_by_prompt() -> None:
+    shown = ["", ""]
+
+    def on_text(index: int, text: str) -> None:
+        shown[index] += text
+
+    completions = LLM.from_engine(make_engine()).generate([[1], [2]], max_tokens=20, on_text=on_text)
+    assert shown == [completion.text for completion in completions]
+
+
+def test_a_stop_string_given_as_such() -> None:
+    token_ids, text = expected([9], 40)
+    string = text[10:12]
+    [completion] = LLM.from_engine(make_engine()).generate([9], max_tokens=40, stop=string)
+    assert completion.text == text[: text.find(string)]
+    assert completion.finish.stop_string == string
+    assert decode(token_ids[: len(completion.token_ids)]).startswith(completion.text + string)
+
+
+def test_one_bad_prompt_runs_none() -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidArgument, match=r"prompt_tokens\.ids"):
+        LLM.from_engine(engine).generate([[1], [5000]])
+    with pytest.raises(FailedPrecondition):
+        LLM.from_engine(make_engine(method=engine.scheduler.config.method.NGRAM)).generate([1], method="draft_model")
+    assert engine.totals.steps == 0
+    assert not engine.has_work
+
+
+def test_a_callback_that_raises_ends_everything_and_the_engine_lives_on() -> None:
+    engine = make_engine()
+    llm = LLM.from_engine(engine)
+
+    def on_text(index: int, text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1], [2], [3]], max_tokens=20, on_text=on_text)
+    assert num_free(engine) == 64
+    assert llm.generate([1], max_tokens=5)[0].token_ids == expected([1], 5)[0]
+
+
+def test_a_step_that_fails_is_raised_and_the_engine_is_dead() -> None:
+    llm = LLM.from_engine(make_engine(wrap=lambda runner: FailingRunner(runner, at_step=2)))
+    with pytest.raises(RuntimeError):
+        llm.generate([[1], [2]], max_tokens=50)
+    with pytest.raises(EngineDead):
+        llm.generate([1], max_tokens=5)

@@ -1,0 +1,222 @@
+"""The `paceline` command, as processes where processes matter."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
+
+from paceline import __version__
+from paceline.cli import app, main, parse_size
+from paceline.v1 import generation_pb2 as pb
+from paceline.v1 import generation_pb2_grpc
+from support.checkpoints import tiny_checkpoint
+
+PATIENCE = 120  # seconds until a process that hangs is a failure; nothing is asserted about time
+PACELINE = [sys.executable, "-m", "paceline"]
+# The little that these runs need; `--kv-cache-memory` also shows that sizes have units.
+SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--kv-cache-memory", "4MiB", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PACELINE, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+# -- sizes and options ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("512MiB", 512 << 20),
+        ("512M", 512 << 20),
+        ("2GiB", 2 << 30),
+        ("0.5 GiB", 1 << 29),
+        ("1kib", 1024),
+        ("3MB", 3_000_000),
+        ("1TiB", 1 << 40),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "1 PiB", "1e9", "MiB"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_size(text)
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"paceline {__version__}\n")
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, paceline.cli; print([name for name in ('torch', 'transformers', 'grpc') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_both_commands_have_the_engine_options(command: str) -> None:
+    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+    options = ("model", "draft", "dtype", "max-model-len", "max-num-seqs", "max-num-batched-tokens", "kv-cache-memory")
+    for option in (*options, "block-size", "seed", "depth"):
+        assert f"--{option}" in text
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_prompt_streams(checkpoint: str) -> None:
+    arguments = ["generate", "A line", "--model", checkpoint, *SMALL, "--max-tokens", "5", "--temperature", "0"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    again = CliRunner().invoke(app, [*arguments, "--draft", "ngram"])
+    assert result.output == again.output
+    assert result.output.endswith("\n")
+    assert result.output.strip()
+
+
+def test_several_prompts_come_in_turn(checkpoint: str) -> None:
+    prompts = ["A line", "of cyclists", "who draft"]
+    options = ["--model", checkpoint, *SMALL, "--max-tokens", "5", "--temperature", "0"]
+    output = CliRunner().invoke(app, ["generate", *prompts, *options]).output
+    assert re.findall(r"^==> (.*)$", output, re.MULTILINE) == prompts
+    first = CliRunner().invoke(app, ["generate", prompts[0], *options]).output
+    assert first.rstrip("\n") in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["x", "--top-p", "1.5"], "sampling.top_p = 1.5"),
+        (["x", "--temperature", "-1"], "sampling.temperature = -1.0"),
+        (["x", "--max-tokens", "0"], "stop.max_tokens = 0"),
+        (["x", "--depth", "deep"], "depth = 'deep'"),
+        (["x", "--dtype", "int4"], "dtype = 'int4'"),
+        ([""], "prompt_text = ''"),
+        (["caf\udce9"], "prompt_text = '\\udce9'"),  # how Python passes on an argument that is not UTF-8
+    ],
+)
+def test_bad_values_are_one_line(
+    checkpoint: str,
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["paceline", "generate", "--model", checkpoint, *SMALL, *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("paceline: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_unknown_model(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    done = run("serve", "--model", missing)
+    assert done.returncode == 2
+    assert missing in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+# -- serve ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve(checkpoint: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [*PACELINE, "serve", "--model", checkpoint, *SMALL, *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    match = re.fullmatch(r"serving on (127\.0\.0\.1:\d+)\n", line)
+    assert match, (line, process.stderr.read() if process.stderr else "")
+    return match[1]
+
+
+def test_serves_and_stops_gracefully(serve: Callable[..., subprocess.Popen[str]]) -> None:
+    process = serve("--port", "0", "--draft", "ngram")
+    with grpc.insecure_channel(address_of(process)) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        stop = pb.StopParams(max_tokens=400, ignore_eos=True)
+        live = stub.Generate(pb.GenerateRequest(prompt_text="A line", stop=stop), timeout=PATIENCE)
+        first = next(live)
+        assert first.started.prompt_tokens > 0
+        process.send_signal(signal.SIGTERM)
+        *_, last = live
+        assert last.finished.usage.completion_tokens == 400
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    assert output == "", "stdout is one line"
+    assert "Traceback" not in errors
+
+
+def test_second_signal_kills(serve: Callable[..., subprocess.Popen[str]]) -> None:
+    process = serve("--port", "0", "--grace", "1000")
+    with grpc.insecure_channel(address_of(process)) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        health = health_pb2_grpc.HealthStub(channel)
+        stop = pb.StopParams(ignore_eos=True)
+        calls = [stub.Generate(pb.GenerateRequest(prompt_text="A line", stop=stop)) for _ in range(4)]
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        for call in calls:
+            next(call)
+        process.send_signal(signal.SIGINT)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE)
+    assert process.returncode in (0, -signal.SIGTERM)  # 0 only if the streams ended before the second signal came
+
+
+def test_port_that_is_taken(serve: Callable[..., subprocess.Popen[str]]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = serve("--port", str(port))
+        output, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2
+    assert f"paceline: cannot listen on 127.0.0.1:{port}" in errors
+    assert "Traceback" not in errors
+    assert output == ""
