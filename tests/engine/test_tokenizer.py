@@ -35,7 +35,7 @@ def finish(backend: Tokenizer) -> PreTrainedTokenizerFast:
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     # As some published files have it.
     backend.enable_truncation(5)
-    backend.enable_padding(length=100)
+    backend.enable_padding(length=100, pad_id=backend.token_to_id("</s>"), pad_token="</s>")
     return wrap(backend, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
 
 

@@ -115,10 +115,11 @@ async def test_malformed_messages(serving: Serving, bystander: Bystander, data: 
     await bystander.check()
 
 
-async def test_unknown_model(serving: Serving, bystander: Bystander) -> None:
-    error = await failure(serving.stub.Generate(request(model="other")))
+@pytest.mark.parametrize("name", ["other", "other" * 10_000])
+async def test_unknown_model(serving: Serving, bystander: Bystander, name: str) -> None:
+    error = await failure(serving.stub.Generate(request(model=name)))
     assert error.code() is grpc.StatusCode.NOT_FOUND
-    assert "'other'" in (error.details() or "")
+    assert f"'{name[:80]}'" in (error.details() or "")
     assert f"'{MODEL}'" in (error.details() or "")
     await bystander.check()
 

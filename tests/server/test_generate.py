@@ -158,10 +158,7 @@ async def test_stop_token(free: Serving) -> None:
 
 
 async def test_end_of_sequence_and_context_length(free: Serving) -> None:
-    ends = {}
-    for start in range(300):
-        ends.update({start: EOS in reference_output([start], 20)})
-    start = next(start for start, found in ends.items() if found)
+    start = next(token_id for token_id in range(997) if EOS in reference_output([token_id], 20))
     message = request(prompt_tokens=pb.TokenIds(ids=[start]), max_tokens=20)
     message.stop.ignore_eos = False
     responses = await read(free, message)

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import grpc
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
-class Health:
+class Health(health_pb2_grpc.HealthServicer):
     """Not serving until told otherwise.
 
     Ours, because grpcio's forgets every watcher of a service as soon as one of them leaves.

@@ -66,7 +66,7 @@ class GenerationService:
         )
 
     async def generate(self, request: Request, context: Context) -> None:
-        """One prompt, one stream of deltas. Ends the RPC with a status for every error, and raises none itself."""
+        """One prompt, one stream of deltas. Every error ends the RPC with a status of ours."""
         request_id = uuid.uuid4().hex
         try:
             if isinstance(request, InvalidArgument):
@@ -93,7 +93,8 @@ class GenerationService:
             raise Unavailable("the model is still loading")
         served = self._engine.engine.model_name
         if message.model not in ("", served):
-            raise NotFound(f"model {message.model!r} is not served here; this server has {served!r}")
+            # Cut short, because a status travels in headers, which have a limit.
+            raise NotFound(f"model {message.model[:80]!r} is not served here; this server has {served!r}")
         request = read_request(message, self._engine.engine.default_sampling)
         with self._claim(request_id):
             async with aclosing(await self._engine.submit(request)) as stream:

@@ -8,7 +8,7 @@ from typing import Any, Final, Never
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
 from paceline import errors
