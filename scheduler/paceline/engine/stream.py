@@ -18,9 +18,9 @@ class Stream:
     completion, and the step loop never waits. It ends exactly once: with a delta whose `finish` is set, or by raising
     the error that it failed with, after everything that came before the error.
 
-    Who stops reading aborts the request: `break`, cancellation, `aclose()`. Only `aclose()` does so before anything else
-    runs, and also if reading never began, so use `async with contextlib.aclosing(stream)`; the others may take one turn
-    of the event loop. One reader at a time; everything happens on the loop's thread.
+    Who stops reading aborts the request: `break`, cancellation, `aclose()`. Only `aclose()` does so before anything
+    else runs, and also if reading never began, so use `async with contextlib.aclosing(stream)`; the others may take one
+    turn of the event loop. One reader at a time; everything happens on the loop's thread.
 
     Attributes:
         request_id: the engine's id of the request.
