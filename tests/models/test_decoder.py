@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from paceline import demo
 from paceline.models import Decoder, load_model
 from support.checkpoints import LLAMA3_ROPE, tiny_checkpoint
 from support.pages import Pages
@@ -70,6 +71,15 @@ def random_prompts(vocab_size: int) -> dict[str, list[int]]:
 def transformers_logits(path: Path, prompts: dict[str, list[int]], dtype: torch.dtype) -> dict[str, Tensor]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return {name: model(torch.tensor([ids])).logits[0].float() for name, ids in prompts.items()}
+
+
+@pytest.mark.parametrize("path", [demo.TARGET, demo.DRAFT], ids=["target", "draft"])
+def test_embedded_pair_equals_transformers(path: Path) -> None:
+    prompts = random_prompts(4096)
+    theirs = transformers_logits(path, prompts, torch.float32)
+    ours = paged_logits(load_model(path, torch.float32, CPU), prompts)
+    for name in prompts:
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
