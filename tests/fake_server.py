@@ -23,6 +23,7 @@ FINISHED = pb.Finished(
     speculation=pb.SpeculationStats(
         mode=pb.SPECULATION_MODE_NGRAM,
         verify_steps=2,
+        draft_steps=2,
         drafted_tokens=6,
         accepted_tokens=3,
         accepted_by_position=[2, 1, 0],

@@ -14,7 +14,7 @@ from paceline_loadtest.workload import PlannedRequest
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """What speculation did for one request, in counts: `drafts` are the steps that verified something."""
+    """What speculation did for one request, in counts: `drafts` are the steps that verified a draft."""
 
     drafts: int
     draft_tokens: int
@@ -105,7 +105,7 @@ def _outcome(finished: Finished) -> Outcome:
         output_tokens=finished.usage.completion_tokens,
         finish_reason=finished.reason.value,
         speculation=SpeculationCounts(
-            drafts=stats.verify_steps,
+            drafts=stats.draft_steps,
             draft_tokens=stats.drafted_tokens,
             accepted_tokens=stats.accepted_tokens,
             accepted_by_position=stats.accepted_by_position,

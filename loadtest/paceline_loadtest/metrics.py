@@ -106,10 +106,10 @@ class SpeculationTotals:
     """Speculation over the completed requests.
 
     Attributes:
-        num_drafts: verify steps.
+        num_drafts: verify steps that had a draft to verify.
         draft_tokens: tokens drafted.
         accepted_tokens: tokens of them kept.
-        per_position: share of the verify steps in which draft position i was accepted.
+        per_position: share of those steps in which draft position i was accepted.
     """
 
     num_drafts: int

@@ -222,7 +222,7 @@ def _warm_up(engine: Engine, target: Decoder) -> None:
     for temperature in (0.0, 1.0):
         engine.add(
             GenerationRequest(
-                prompt=tuple(range(1, min(9, target.config.vocab_size))),
+                prompt=tuple(range(1, min(9, target.config.vocab_size, engine.scheduler.config.max_model_len))),
                 sampling=SamplingParams(temperature=temperature),
                 stop=StopParams(max_tokens=4, ignore_eos=True),
                 speculation=SpeculationParams(min_depth=1),

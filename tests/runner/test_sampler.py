@@ -53,6 +53,12 @@ def test_every_row_has_its_own_parameters() -> None:
         assert ((found[row] == 0) == (expected == 0)).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-45, 1e-310])
+def test_the_smallest_temperatures_leave_the_maximum(temperature: float) -> None:
+    logits = torch.tensor([[-3.0, 40.0, 39.9, -80.0]])
+    assert distribution(logits, [SamplingParams(temperature=temperature)]).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+
+
 def test_equal_logits_are_cut_at_the_lowest_ids() -> None:
     assert distribution(torch.zeros(1, 6), [SamplingParams(top_k=2)]).tolist() == [[0.5, 0.5, 0, 0, 0, 0]]
 

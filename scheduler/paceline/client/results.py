@@ -75,7 +75,8 @@ class SpeculationStats:
 
     Attributes:
         mode: the method in use: "off", "auto", "ngram", "draft_model" or "unspecified".
-        verify_steps: engine steps that verified this request's drafts.
+        verify_steps: engine steps that sampled for this request, with drafts or without.
+        draft_steps: those of them that verified at least one draft.
         drafted_tokens: draft tokens proposed.
         accepted_tokens: draft tokens kept.
         accepted_by_position: per draft position, the steps in which it was accepted.
@@ -86,6 +87,7 @@ class SpeculationStats:
 
     mode: str
     verify_steps: int
+    draft_steps: int
     drafted_tokens: int
     accepted_tokens: int
     accepted_by_position: tuple[int, ...]
@@ -159,6 +161,7 @@ def _read_speculation(message: pb.SpeculationStats) -> SpeculationStats:
     return SpeculationStats(
         mode=_MODES.get(message.mode, "unspecified"),
         verify_steps=message.verify_steps,
+        draft_steps=message.draft_steps,
         drafted_tokens=message.drafted_tokens,
         accepted_tokens=message.accepted_tokens,
         accepted_by_position=tuple(message.accepted_by_position),

@@ -10,6 +10,7 @@ from paceline.errors import InvalidArgument
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
 
 
 class Method(enum.StrEnum):
@@ -70,6 +71,8 @@ class StopParams:
             raise InvalidArgument("stop.max_tokens", self.max_tokens, "an integer >= 1")
         if len(self.strings) > MAX_STOP_STRINGS:
             raise InvalidArgument("stop.strings", f"{len(self.strings)} strings", f"at most {MAX_STOP_STRINGS} strings")
+        if len(self.token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidArgument("stop.token_ids", f"{len(self.token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
         for string in self.strings:
             if not 1 <= len(string) <= MAX_STOP_STRING_CHARS:
                 raise InvalidArgument("stop.strings", string, f"strings of 1 to {MAX_STOP_STRING_CHARS} characters")

@@ -20,15 +20,21 @@ class RequestStatus(enum.Enum):
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Totals of one request. `drafted` counts drafts verified, `accepted` those that were emitted."""
+    """Totals of one request.
+
+    `verify_steps` are the steps that sampled, `draft_steps` those of them with a draft to verify; `drafted` counts drafts
+    verified, `accepted` those that were emitted.
+    """
 
     verify_steps: int = 0
+    draft_steps: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
 
     def record(self, drafted: int, accepted: int) -> None:
         self.verify_steps += 1
+        self.draft_steps += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
         missing = accepted - len(self.accepted_by_position)
@@ -125,6 +131,7 @@ class RequestStats:
     completion_tokens: int
     method: Method
     verify_steps: int
+    draft_steps: int
     drafted_tokens: int
     accepted_tokens: int
     accepted_by_position: tuple[int, ...]
@@ -143,6 +150,7 @@ class RequestStats:
             completion_tokens=len(request.output_token_ids),
             method=request.method,
             verify_steps=counts.verify_steps,
+            draft_steps=counts.draft_steps,
             drafted_tokens=counts.drafted,
             accepted_tokens=counts.accepted,
             accepted_by_position=tuple(counts.accepted_by_position),

@@ -43,6 +43,28 @@ class Scheduler:
 
     # -- requests in and out -------------------------------------------------------------------------------------------
 
+    def check(self, num_prompt_tokens: int, stop: StopParams) -> int:
+        """Can such a request ever be served? Prompt and completion tokens that it may reach. Changes nothing.
+
+        Raises:
+            InvalidArgument: the prompt is empty or leaves no room for a token.
+            ResourceExhausted: it could never fit the KV pool.
+        """
+        config = self.config
+        if num_prompt_tokens == 0:
+            raise InvalidArgument("prompt", [], "at least one token")
+        if num_prompt_tokens >= config.max_model_len:
+            allowed = f"at most {config.max_model_len - 1} tokens (the model's length less one)"
+            raise InvalidArgument("prompt", f"{num_prompt_tokens} tokens", allowed)
+        max_tokens = config.max_model_len if stop.max_tokens is None else stop.max_tokens
+        max_total = min(num_prompt_tokens + max_tokens, config.max_model_len)
+        if config.blocks_for(max_total) > config.num_blocks:
+            raise ResourceExhausted(
+                f"prompt and completion of up to {max_total} tokens can never fit the KV cache of "
+                f"{config.num_blocks * config.block_size} tokens"
+            )
+        return max_total
+
     def add(
         self,
         request_id: int,
@@ -56,33 +78,17 @@ class Scheduler:
 
         Raises:
             AlreadyExists: the id is live.
-            InvalidArgument: the prompt is empty or leaves no room for a token.
-            ResourceExhausted: it could never fit the KV pool.
             Unavailable: the queue is full.
+            PacelineError: whatever `check` refuses.
         """
-        config = self.config
         if request_id in self.requests:
             raise AlreadyExists(f"request {request_id} is live")
-        if not prompt_token_ids:
-            raise InvalidArgument("prompt", [], "at least one token")
-        if len(prompt_token_ids) >= config.max_model_len:
-            raise InvalidArgument(
-                "prompt",
-                f"{len(prompt_token_ids)} tokens",
-                f"at most {config.max_model_len - 1} tokens (the model's length less one)",
-            )
-        max_tokens = config.max_model_len if stop.max_tokens is None else stop.max_tokens
-        max_total = min(len(prompt_token_ids) + max_tokens, config.max_model_len)
-        if config.blocks_for(max_total) > config.num_blocks:
-            raise ResourceExhausted(
-                f"prompt and completion of up to {max_total} tokens can never fit the KV cache of "
-                f"{config.num_blocks * config.block_size} tokens"
-            )
-        if len(self.waiting) >= config.max_queued:
+        max_total = self.check(len(prompt_token_ids), stop)
+        if len(self.waiting) >= self.config.max_queued:
             raise Unavailable(f"{len(self.waiting)} requests are waiting, as many as max_queued allows")
         request = Request(request_id, prompt_token_ids, sampling, stop, speculation, now)
         request.max_total_tokens = max_total
-        request.method = config.method if speculation.method is None else speculation.method
+        request.method = self.config.method if speculation.method is None else speculation.method
         self.requests[request_id] = request
         self.waiting.push(request)
         return request

@@ -77,7 +77,12 @@ class Engine:
         for string in request.stop.strings:
             _check_unicode("stop.strings", string)
         self._check_ids("stop.token_ids", request.stop.token_ids)
-        return self._encode_prompt(request.prompt)
+        if request.prompt and not isinstance(request.prompt, str):
+            # Each id or message is a token or more: what is too long is refused before every one is looked at.
+            self.scheduler.check(len(request.prompt), request.stop)
+        prompt = self._encode_prompt(request.prompt)
+        self.scheduler.check(len(prompt), request.stop)
+        return prompt
 
     def add(self, request: GenerationRequest, prompt_token_ids: tuple[int, ...] | None = None) -> int:
         """Queue a request; its id, which is never used again.

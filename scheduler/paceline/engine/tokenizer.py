@@ -83,9 +83,7 @@ class TransformersTokenizer:
         return self._special
 
     def encode(self, text: str) -> list[int]:
-        # Not through transformers, which changes settings of the shared tokenizer on each call.
-        ids: list[int] = self._backend.encode(text).ids
-        return ids
+        return self._encode(text, add_special_tokens=True)
 
     def apply_chat_template(self, messages: Sequence[ChatMessage]) -> list[int]:
         from jinja2 import TemplateError
@@ -99,14 +97,20 @@ class TransformersTokenizer:
             allowed = f"messages that the model's chat template takes ({error})"
             raise InvalidArgument("chat.messages", [message.role for message in messages], allowed) from error
         # The template has written every special token already.
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._encode(text, add_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._decode_token(token_id)
         return known
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Not through transformers, which changes settings of the shared tokenizer on each call. And as a batch of one,
+        # because that lets go of the interpreter while it works: other threads go on.
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     def _decode_token(self, token_id: int) -> bytes:
         token: str | None = self._backend.id_to_token(token_id)

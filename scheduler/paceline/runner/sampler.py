@@ -9,6 +9,8 @@ from torch import Tensor
 
 from paceline.core.params import SamplingParams
 
+SMALLEST_TEMPERATURE = 1e-30  # below it, float32 would divide by 0; long before it, all mass is on the maximum
+
 
 def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Apply temperature, top-k and top-p, row by row.
@@ -20,8 +22,9 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     Returns:
         Probabilities, [rows, vocab] float32, each row summing to 1. Tokens cut away are exactly 0.
     """
-    temperatures = torch.tensor([p.temperature for p in params], device=logits.device)
-    logits = logits / temperatures[:, None]
+    temperatures = torch.tensor([p.temperature for p in params], device=logits.device).clamp_(min=SMALLEST_TEMPERATURE)
+    # Relative to the maximum, so that even the smallest temperature gives 0 and -inf, and never inf - inf.
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]
     cut = [row for row, p in enumerate(params) if 0 < p.top_k < logits.shape[1] or p.top_p < 1.0]
     if cut:
         logits[cut] = _truncate(logits[cut], [params[row] for row in cut])

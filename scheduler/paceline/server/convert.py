@@ -193,6 +193,7 @@ def _write_finished(finish: Finish, stats: RequestStats | None) -> pb.Finished:
         speculation=pb.SpeculationStats(
             mode=MODES[stats.method],
             verify_steps=stats.verify_steps,
+            draft_steps=stats.draft_steps,
             drafted_tokens=stats.drafted_tokens,
             accepted_tokens=stats.accepted_tokens,
             accepted_by_position=stats.accepted_by_position,

@@ -288,7 +288,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("mode", "verify_steps", "drafted_tokens", "accepted_tokens", "accepted_by_position", "acceptance_length", "engine_seconds", "rejected_seconds")
+    __slots__ = ("mode", "verify_steps", "drafted_tokens", "accepted_tokens", "accepted_by_position", "acceptance_length", "engine_seconds", "rejected_seconds", "draft_steps")
     MODE_FIELD_NUMBER: _ClassVar[int]
     VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -297,6 +297,7 @@ class SpeculationStats(_message.Message):
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     ENGINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REJECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STEPS_FIELD_NUMBER: _ClassVar[int]
     mode: SpeculationMode
     verify_steps: int
     drafted_tokens: int
@@ -305,7 +306,8 @@ class SpeculationStats(_message.Message):
     acceptance_length: float
     engine_seconds: float
     rejected_seconds: float
-    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., verify_steps: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., acceptance_length: _Optional[float] = ..., engine_seconds: _Optional[float] = ..., rejected_seconds: _Optional[float] = ...) -> None: ...
+    draft_steps: int
+    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., verify_steps: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., acceptance_length: _Optional[float] = ..., engine_seconds: _Optional[float] = ..., rejected_seconds: _Optional[float] = ..., draft_steps: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("queue", "time_to_first_token", "total", "preemptions")
