@@ -17,11 +17,12 @@ import typer
 
 from paceline import __version__
 from paceline.bench import app as bench_app
-from paceline.errors import PacelineError
+from paceline.errors import EngineDead, PacelineError
 
 if TYPE_CHECKING:
     from paceline.wiring import EngineSettings
 
+ENGINE_ERROR: Final = 1
 USER_ERROR: Final = 2
 SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
@@ -36,9 +37,12 @@ app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
-    """Run the command line. A mistake of the user ends in one line on stderr and exit code 2."""
+    """Run the command line. An error ends in one line on stderr; exit code 2 is a mistake of the user, 1 is ours."""
     try:
         app()
+    except EngineDead as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        sys.exit(ENGINE_ERROR)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)

@@ -18,6 +18,7 @@ from paceline.core.request import RequestStats
 from paceline.engine.delta import Output
 from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
+from paceline.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ class LLM:
         )
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         stops = StopParams(max_tokens, strings, tuple(stop_token_ids), ignore_eos, include_stop_string)
+        if method is not None and method not in set(Method):
+            raise InvalidArgument("method", method, f"one of {', '.join(Method)}")
         drafts = SpeculationParams(None if method is None else Method(method), min_draft_tokens, max_draft_tokens)
         requests = [GenerationRequest(prompt, sampling, stops, drafts) for prompt in _as_list(prompts)]
         return self._run(requests, on_text)

@@ -17,12 +17,13 @@ from paceline.engine import Engine, GenerationRequest
 from paceline.engine.tokenizer import TransformersTokenizer
 from paceline.engine.totals import Totals
 from paceline.errors import InvalidArgument
-from paceline.models import Decoder, ModelConfig, load_model, load_model_config
+from paceline.models import ModelConfig, load_model, load_model_config
 from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import Drafter, KVCache, ModelRunner
 from paceline.speculation import DraftModel, Ngram
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OFF = "off"
 MAX_DEPTH = 8  # of any request, unless the operator fixes a higher depth for all
 DEFAULT_MEMORY_SHARE = 0.25  # of the memory that is free at start, for KV
 
@@ -58,9 +59,12 @@ def build_engine(settings: EngineSettings) -> Engine:
         InvalidArgument: a setting has a value that is not allowed, or target and draft do not go together.
         ModelLoadError: a checkpoint cannot be read.
     """
+    if settings.seed < 0:
+        raise InvalidArgument("seed", settings.seed, "an integer >= 0")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = _choose_dtype(settings.dtype, device)
-    model_path, draft_path = _model_path(settings.model), _draft_path(settings.draft)
+    model_path = _model_path(settings.model)
+    draft_path = None if settings.depth == OFF else _draft_path(settings.draft)
     config = load_model_config(model_path)
     draft_config = None if draft_path is None else load_model_config(draft_path)
     tokenizer = load_tokenizer(model_path)
@@ -81,7 +85,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )
     target = load_model(model_path, dtype, device)
-    drafters: dict[Method, Drafter] = {Method.NGRAM: Ngram()}
+    drafters: dict[Method, Drafter] = {} if settings.depth == OFF else {Method.NGRAM: Ngram()}
     if draft_path is not None and draft_config is not None:
         draft = load_model(draft_path, dtype, device)
         draft_kv = KVCache(draft_config, num_blocks, settings.block_size, dtype, device)
@@ -91,12 +95,12 @@ def build_engine(settings: EngineSettings) -> Engine:
         Scheduler(scheduler_config, policy),
         ModelRunner(target, target_kv, drafters, settings.seed),
         TransformersTokenizer(tokenizer),
-        model_name=model_path.name if settings.model != "demo" else settings.model,
+        model_name=settings.model if settings.model == "demo" else model_path.resolve().name,
         vocab_size=config.vocab_size,
         methods=drafters,
         default_sampling=_default_sampling(config),
     )
-    _warm_up(engine, target)
+    _warm_up(engine)
     return engine
 
 
@@ -127,7 +131,7 @@ def _speculation(settings: EngineSettings) -> tuple[Method, DepthPolicy, int]:
     method = {"none": Method.NONE, "ngram": Method.NGRAM}.get(settings.draft, Method.DRAFT_MODEL)
     if settings.depth == "auto":
         return method, AdaptiveDepth(), MAX_DEPTH
-    if settings.depth == "off":
+    if settings.depth == OFF:
         return Method.NONE, FixedDepth(0), 0
     if not settings.depth.isdecimal():
         raise InvalidArgument("depth", settings.depth, "auto, off or an integer >= 0")
@@ -214,20 +218,19 @@ def _default_sampling(config: ModelConfig) -> SamplingParams:
     )
 
 
-def _warm_up(engine: Engine, target: Decoder) -> None:
-    """Serve one short request, so that the first user does not wait for lazy set-up.
-
-    Leaves no trace but its request id.
-    """
+def _warm_up(engine: Engine) -> None:
+    """Serve two short requests, so that the first user does not wait for lazy set-up, and forget what they taught."""
+    config = engine.scheduler.config
     for temperature in (0.0, 1.0):
         engine.add(
             GenerationRequest(
-                prompt=tuple(range(1, min(9, target.config.vocab_size, engine.scheduler.config.max_model_len))),
+                prompt=(0,) * min(8, config.max_model_len - 1),
                 sampling=SamplingParams(temperature=temperature),
                 stop=StopParams(max_tokens=4, ignore_eos=True),
-                speculation=SpeculationParams(min_depth=1),
+                speculation=SpeculationParams(min_depth=min(1, config.max_depth)),
             )
         )
     while engine.has_work:
         engine.step()
+    engine.scheduler.forget_acceptance()
     engine.totals = Totals()

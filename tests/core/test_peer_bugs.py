@@ -125,7 +125,6 @@ def test_case_5_the_budget_counts_draft_and_catch_up_rows(lag: int) -> None:
     assert any(plan.num_rows < rows_of(plan) for plan in harness.plans), "nothing had to catch up"
 
 
-@pytest.mark.xfail(reason="with a plan outstanding, its catch-up is charged a second time")
 def test_case_5_what_is_being_read_is_not_charged_again() -> None:
     """The other way round: rows charged for what the outstanding step feeds to the draft anyway are lost to drafts."""
     depths = []

@@ -72,7 +72,7 @@ def test_rates() -> None:
     assert cell.ratio("decode_rate") == 2.0
     assert cell.ratio("rate") == pytest.approx(5 / 3)
     assert cell.share("draft") == pytest.approx(1 / 3)
-    assert (cell.acceptance_length, cell.mean_depth) == (2.25, 2.0)
+    assert (cell.acceptance_length, cell.mean_depth) == (2.0, 2.0)
 
 
 def test_parsing() -> None:

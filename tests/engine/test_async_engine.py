@@ -18,7 +18,7 @@ import pytest
 
 from engine.toy import FailingRunner, GatedRunner, ToyTokenizer, expected, make_engine, make_request, num_free
 from paceline.core.plan import StepPlan, StepResult
-from paceline.engine import AsyncEngine, ChatMessage, Engine, GenerationRequest, Output, Stream
+from paceline.engine import AsyncEngine, ChatMessage, Engine, GenerationRequest, Output, Stream, async_engine
 from paceline.errors import Cancelled, EngineDead, InvalidArgument, ResourceExhausted, Unavailable
 
 lags = pytest.mark.parametrize("lag", [0, 1])
@@ -230,7 +230,8 @@ async def test_the_forward_runs_in_one_thread_that_is_not_the_loops() -> None:
     assert threading.get_ident() not in threads
 
 
-async def test_when_idle_it_checks_its_books_once_and_sleeps() -> None:
+async def test_when_idle_it_checks_its_books_once_and_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "IDLE_SECONDS", 0.0)
     engine = make_engine()
     calls = {"plan": 0, "check_invariants": 0}
 

@@ -58,7 +58,7 @@ async def test_speculation_and_timing_are_accounted_for(free: Serving) -> None:
     assert stats.accepted_tokens > 20
     assert stats.drafted_tokens >= stats.accepted_tokens
     assert sum(stats.accepted_by_position) == stats.accepted_tokens
-    assert stats.acceptance_length == pytest.approx(40 / stats.verify_steps)
+    assert stats.acceptance_length == pytest.approx(39 / stats.verify_steps)  # all but the first
     queue, first, total = (
         part.ToTimedelta().total_seconds() for part in (timing.queue, timing.time_to_first_token, timing.total)
     )

@@ -88,7 +88,7 @@ def test_the_account_of_a_simulated_request() -> None:
     trace = run([arrival(0.0, 0, max_tokens=4)], VirtualClock(), {0: 0.0}, depth=1)
     stats = trace.finished[0]
     assert (stats.prompt_tokens, stats.completion_tokens) == (3, 4)
-    assert (stats.verify_steps, stats.drafted_tokens, stats.accepted_tokens) == (4, 2, 0)
+    assert (stats.verify_steps, stats.drafted_tokens, stats.accepted_tokens) == (3, 2, 0)
     assert stats.acceptance_length == 1.0
     assert stats.queue_seconds == 0.0
     assert stats.time_to_first_token == 10.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -28,7 +29,7 @@ def naive(token_ids: list[int], depth: int) -> list[int]:
     for n in range(LONGEST, SHORTEST - 1, -1):
         for end in range(len(token_ids) - 1, n - 1, -1):
             if len(token_ids) >= n and token_ids[end - n : end] == token_ids[-n:]:
-                return token_ids[end : end + depth]
+                return list(itertools.islice(itertools.cycle(token_ids[end:]), depth))
     return []
 
 
@@ -36,12 +37,12 @@ def naive(token_ids: list[int], depth: int) -> list[int]:
     ("text", "depth", "expected"),
     [
         ([1, 2, 3, 4, 1, 2], 2, [3, 4]),
-        ([1, 2, 3, 4, 1, 2], 9, [3, 4, 1, 2]),
+        ([1, 2, 3, 4, 1, 2], 9, [3, 4, 1, 2, 3, 4, 1, 2, 3]),
         ([1, 2, 9, 1, 2, 8, 1, 2], 1, [8]),  # the latest match
         ([5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2], 1, [7]),  # but a longer one first
         ([1, 2, 3], 4, []),
         ([1], 4, []),
-        ([7, 7, 7], 3, [7]),  # a match may overlap the end; only known tokens are proposed
+        ([7, 7, 7], 3, [7, 7, 7]),  # a loop goes on
         ([1, 2, 3, 1, 2], 0, []),
     ],
 )

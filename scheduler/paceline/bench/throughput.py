@@ -97,7 +97,8 @@ class Cell:
 
     @property
     def acceptance_length(self) -> float:
-        return sum(s.tokens for s in self.samples) / sum(s.verify_steps for s in self.samples)
+        """Tokens per verify step; the first of each stream comes from its prompt."""
+        return sum(s.tokens - s.streams for s in self.samples) / sum(s.verify_steps for s in self.samples)
 
     @property
     def mean_depth(self) -> float:
@@ -121,6 +122,13 @@ def measure(
     for name, bounds in depths.items():
         if bounds.min_depth > highest:
             raise InvalidArgument("depth", name, f"at most the engine's highest depth, {highest}")
+    for prompt in prompts:
+        length = len(engine.encode(GenerationRequest(prompt)))
+        room = engine.scheduler.config.max_model_len - max_tokens
+        if length > room:
+            raise InvalidArgument(
+                "prompts", f"{length} tokens", f"at most {room} tokens, beside {max_tokens} to generate"
+            )
     cells = {(size, name): Cell(size, name) for size in sizes for name in depths}
     turns = [(number, size, name) for size in sizes for number in range(-1, rounds) for name in depths]
     for number, size, name in track(turns, description="measuring"):

@@ -75,7 +75,7 @@ class SpeculationStats:
 
     Attributes:
         mode: the method in use: "off", "auto", "ngram", "draft_model" or "unspecified".
-        verify_steps: engine steps that sampled for this request, with drafts or without.
+        verify_steps: decode steps, with drafts or without.
         draft_steps: those of them that verified at least one draft.
         drafted_tokens: draft tokens proposed.
         accepted_tokens: draft tokens kept.

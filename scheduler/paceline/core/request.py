@@ -22,18 +22,20 @@ class RequestStatus(enum.Enum):
 class SpeculationCounts:
     """Totals of one request.
 
-    `verify_steps` are the steps that sampled, `draft_steps` those of them with a draft to verify; `drafted` counts drafts
-    verified, `accepted` those that were emitted.
+    `verify_steps` are the decodes, `emitted` the tokens they brought, `draft_steps` those of them with a draft to
+    verify; `drafted` counts drafts verified, `accepted` those that were emitted.
     """
 
     verify_steps: int = 0
+    emitted: int = 0
     draft_steps: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
 
-    def record(self, drafted: int, accepted: int) -> None:
+    def record(self, emitted: int, drafted: int, accepted: int) -> None:
         self.verify_steps += 1
+        self.emitted += emitted
         self.draft_steps += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
@@ -118,6 +120,15 @@ class Request:
         return self.num_tokens - self.num_computed_tokens - sum(work.num_tokens for work in self.pending)
 
     @property
+    def draft_gap(self) -> int:
+        """Known tokens without draft KV once every pending result is in, at most."""
+        gap = self.num_tokens - self.num_draft_computed
+        for work in self.pending:
+            # A draft model that drafted is one token behind, or two after a full acceptance.
+            gap = 2 if work.num_drafts else max(0, gap - work.draft_catch_up) + work.samples
+        return gap
+
+    @property
     def surely_ends(self) -> bool:
         """The pending results reach the token limit, whatever they are."""
         return self.num_tokens + sum(work.samples for work in self.pending) >= self.max_total_tokens
@@ -135,6 +146,7 @@ class RequestStats:
     drafted_tokens: int
     accepted_tokens: int
     accepted_by_position: tuple[int, ...]
+    acceptance_length: float  # emitted tokens per verify step; 0 without one
     preemptions: int
     queue_seconds: float
     time_to_first_token: float
@@ -154,16 +166,12 @@ class RequestStats:
             drafted_tokens=counts.drafted,
             accepted_tokens=counts.accepted,
             accepted_by_position=tuple(counts.accepted_by_position),
+            acceptance_length=counts.emitted / counts.verify_steps if counts.verify_steps else 0.0,
             preemptions=request.num_preemptions,
             queue_seconds=first_scheduled - request.arrival,
             time_to_first_token=first_token - request.arrival,
             total_seconds=now - request.arrival,
         )
-
-    @property
-    def acceptance_length(self) -> float:
-        """Emitted tokens per verify step."""
-        return self.completion_tokens / self.verify_steps if self.verify_steps else 0.0
 
 
 @dataclass(frozen=True, slots=True)

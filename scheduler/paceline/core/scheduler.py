@@ -36,7 +36,8 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running: dict[int, Request] = {}  # in arrival order
         self.requests: dict[int, Request] = {}
-        self.drafter_acceptance: dict[Method, Acceptance] = {method: Acceptance() for method in Method}
+        self.drafter_acceptance: dict[Method, Acceptance] = {}
+        self.forget_acceptance()
         self._released: list[int] = []  # the runner still mirrors these
         self._num_steps = 0
         self._num_outstanding = 0
@@ -78,11 +79,15 @@ class Scheduler:
 
         Raises:
             AlreadyExists: the id is live.
+            InvalidArgument: a lowest depth above the server's highest.
             Unavailable: the queue is full.
             PacelineError: whatever `check` refuses.
         """
         if request_id in self.requests:
             raise AlreadyExists(f"request {request_id} is live")
+        if speculation.min_depth > self.config.max_depth:
+            allowed = f"at most {self.config.max_depth}, the server's highest depth"
+            raise InvalidArgument("speculation.min_draft_tokens", speculation.min_depth, allowed)
         max_total = self.check(len(prompt_token_ids), stop)
         if len(self.waiting) >= self.config.max_queued:
             raise Unavailable(f"{len(self.waiting)} requests are waiting, as many as max_queued allows")
@@ -104,6 +109,10 @@ class Scheduler:
             return False
         self._end(request)
         return True
+
+    def forget_acceptance(self) -> None:
+        """Start the drafters' estimates anew, as after a warm-up."""
+        self.drafter_acceptance = {method: Acceptance() for method in Method}
 
     @property
     def has_requests(self) -> bool:
@@ -215,7 +224,7 @@ class Scheduler:
         for work, depth in zip(works, depths, strict=True):
             request = self.requests[work.request_id]
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
-            gap = request.most_tokens - request.num_draft_computed if depth and work.method is Method.DRAFT_MODEL else 0
+            gap = request.draft_gap if depth and work.method is Method.DRAFT_MODEL else 0
             behind = max(0, gap - work.num_tokens)
             if behind > step.budget:
                 depth, behind = 0, step.budget
@@ -293,7 +302,9 @@ class Scheduler:
         assert request.num_tokens <= request.max_total_tokens, (request.num_tokens, request.max_total_tokens)
         if token_ids and request.first_token is None:
             request.first_token = now
-        request.counts.record(sequence.num_drafted, min(sequence.num_accepted, len(token_ids)))
+        if work.num_tokens == 1:
+            # A run that computes a whole prompt besides is no verify step: it could not have drafted.
+            request.counts.record(len(token_ids), sequence.num_drafted, min(sequence.num_accepted, len(token_ids)))
         request.acceptance.observe(sequence.acceptance)
         self.drafter_acceptance[work.method].observe(sequence.acceptance)
         request.steps_without_drafts = 0 if work.num_drafts else request.steps_without_drafts + 1

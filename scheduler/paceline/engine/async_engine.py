@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from paceline.core.plan import StepPlan, StepResult
 from paceline.engine.engine import Engine
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Text longer than this, in characters, is tokenised in another thread: about a millisecond's worth.
 LONG_TEXT = 4096
+IDLE_SECONDS = 1.0  # without work, before the invariants are checked
 
 
 class AsyncEngine:
@@ -159,10 +161,8 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 await self._work()
-                # Readers get their last deltas before the books are checked.
                 await asyncio.sleep(0)
                 if not self.engine.has_work:
-                    self.engine.check_invariants()
                     await self._sleep()
         except Exception as error:
             self._die(error)
@@ -171,9 +171,16 @@ class AsyncEngine:
             raise
 
     async def _sleep(self) -> None:
-        if not self._stopping:
-            self._wake.clear()
-            await self._wake.wait()
+        """Wait for work. If none comes for a while, check the books, which takes milliseconds for a large pool."""
+        if self._stopping:
+            return
+        self._wake.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(IDLE_SECONDS):
+                await self._wake.wait()
+                return
+        self.engine.check_invariants()
+        await self._wake.wait()
 
     async def _work(self) -> None:
         """Step until no plan can be made and no result is outstanding."""

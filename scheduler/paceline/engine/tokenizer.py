@@ -92,7 +92,7 @@ class TransformersTokenizer:
             raise FailedPrecondition("chat: this model has no chat template")
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            text: Any = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
             allowed = f"messages that the model's chat template takes ({error})"
             raise InvalidArgument("chat.messages", [message.role for message in messages], allowed) from error

@@ -84,10 +84,13 @@ class GrpcServer:
     async def stop(self, grace: float) -> None:
         """Turn unhealthy, let live requests end for `grace` seconds, then end everything, the engine too."""
         self._health.set_serving(False)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + grace
         if self._engine is not None:
             await self._engine.drain(grace)
         self._health.close()
-        await self._server.stop(FLUSH_SECONDS)
+        # What is left of the grace belongs to readers who have not caught up; without any, this returns at once.
+        await self._server.stop(max(FLUSH_SECONDS, deadline - clock()))
         if self._engine is not None:
             await self._engine.stop()
 

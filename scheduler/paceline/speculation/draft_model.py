@@ -40,13 +40,13 @@ class DraftModel:
         # Rows whose logits are wanted: the last of each run that is drafted from.
         ends = torch.tensor([len(run.token_ids) for run in runs]).cumsum(0) - 1
         drafting = [i for i, (_, work) in enumerate(batch) if work.num_drafts]
-        with_gap = [i for i, gap in enumerate(gaps) if gap]
+        run_of = {i: run for run, i in enumerate(i for i, gap in enumerate(gaps) if gap)}
         hidden = self._forward(runs) if runs else None
         tokens: list[list[int]] = [[] for _ in batch]
         probs: list[list[Tensor]] = [[] for _ in batch]
         if drafting:
             assert hidden is not None
-            rows = ends[[with_gap.index(i) for i in drafting]].to(hidden.device)
+            rows = ends[[run_of[i] for i in drafting]].to(hidden.device)
             self._choose(hidden[rows], drafting, batch, tokens, probs)
         depth = 1
         while going := [i for i in drafting if batch[i][1].num_drafts > depth]:

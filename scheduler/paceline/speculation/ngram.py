@@ -44,9 +44,13 @@ class _Index:
         self._num_read = max(self._num_read, len(token_ids) - 1)
 
     def continuation(self, token_ids: list[int], count: int) -> list[int]:
-        """Up to `count` tokens that followed the longest, latest match of the text's end; none without a match."""
+        """`count` tokens that followed the longest, latest match of the text's end; none without a match.
+
+        A match that near to the end is a loop, so where the text ends, what followed the match follows again.
+        """
         for n in range(min(LONGEST, len(token_ids)), SHORTEST - 1, -1):
             end = self._ends.get(tuple(token_ids[-n:]))
             if end is not None:
-                return token_ids[end : end + count]
+                period = len(token_ids) - end
+                return [token_ids[end + i % period] for i in range(count)]
         return []
