@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -27,3 +29,5 @@ class PagedBatch:
     query_starts: Tensor  # [num_seqs + 1] int32: rows of sequence i are query_starts[i]:query_starts[i + 1]
     context_lens: Tensor  # [num_seqs] int32: tokens that the last row of sequence i sees, itself included
     block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with 0
+    # What a backend works out from the layout once, for every layer; by a key of the backend's own.
+    derived: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -72,25 +72,27 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch
     else in the pages can reach it, NaN included; the shapes it is computed with follow from its own run and context,
     so its result does not depend on which sequences share the batch.
     """
+    sharing = query.shape[1] // key_cache.shape[2]
+    block_size = key_cache.shape[1]
+    geometry = ("reference", block_size, sharing)
+    if geometry not in batch.derived:
+        batch.derived[geometry] = list(_groups(batch, block_size, sharing))
     out = query.new_empty(query.shape)
-    for group in _groups(batch):
-        rows = group.first_row[:, None] + torch.arange(group.rows, device=query.device)  # [pieces, rows]
-        out[rows] = _attend(query[rows], key_cache, value_cache, batch.block_tables, group, scale)
+    for group in batch.derived[geometry]:
+        out[group.rows] = _attend(query[group.rows], key_cache, value_cache, group, scale)
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Pieces of runs that are computed together: equal row counts, equal padded contexts."""
+    """Pieces of runs that are computed together: equal row counts, equal padded contexts (width)."""
 
-    rows: int
-    width: int  # context, padded
-    sequence: Tensor  # [pieces] int64
-    first_row: Tensor  # [pieces] int64
-    context: Tensor  # [pieces] int64: tokens that the last row of the piece sees
+    rows: Tensor  # [pieces, rows] int64: their rows in the batch
+    slots: Tensor  # [pieces * width] int64: where their contexts lie
+    mask: Tensor  # [pieces, 1, sharing * rows, width] bool: which row sees which position
 
 
-def _groups(batch: PagedBatch) -> Iterator[_Group]:
+def _groups(batch: PagedBatch, block_size: int, sharing: int) -> Iterator[_Group]:
     """Cut the runs into pieces of at most PIECE_ROWS rows and group those of one shape."""
     pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     starts = batch.query_starts.tolist()
@@ -100,11 +102,22 @@ def _groups(batch: PagedBatch) -> Iterator[_Group]:
             rows = min(PIECE_ROWS, end - first_row)
             context = last_context - (end - first_row - rows)
             pieces.setdefault((rows, _padded(context)), []).append((sequence, first_row, context))
+    device = batch.block_tables.device
     for (rows, width), members in pieces.items():
         at_once = max(1, GATHERED_TOKENS // width)
+        positions = torch.arange(width, device=device)
         for begin in range(0, len(members), at_once):
-            columns = torch.tensor(members[begin : begin + at_once], device=batch.block_tables.device).unbind(1)
-            yield _Group(rows, width, *columns)
+            columns = torch.tensor(members[begin : begin + at_once], device=device).unbind(1)
+            sequences, first_rows, contexts = columns  # [pieces] each
+            # The padding repeats the last token instead of reading slots that belong to nobody or to somebody else.
+            kept = torch.minimum(positions, contexts[:, None] - 1)  # [pieces, width]
+            blocks = batch.block_tables[sequences].gather(1, kept // block_size).long()
+            visible = contexts[:, None] - torch.arange(rows - 1, -1, -1, device=device)  # [pieces, rows]
+            yield _Group(
+                rows=first_rows[:, None] + torch.arange(rows, device=device),
+                slots=(blocks * block_size + kept % block_size).flatten(),
+                mask=(positions < visible[..., None]).repeat(1, sharing, 1).unsqueeze(1),
+            )
 
 
 def _padded(context: int) -> int:
@@ -113,28 +126,19 @@ def _padded(context: int) -> int:
     return width * 3 // 4 if context <= width * 3 // 4 else width
 
 
-def _attend(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, group: _Group, scale: float
-) -> Tensor:
+def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, group: _Group, scale: float) -> Tensor:
     """Attention of one group: query [pieces, rows, num_heads, head_dim] -> the same shape."""
     pieces, rows, num_heads, head_dim = query.shape
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    positions = torch.arange(group.width, device=query.device)
-    # The padding repeats the last token instead of reading slots that belong to nobody or to somebody else.
-    kept = torch.minimum(positions, group.context[:, None] - 1)  # [pieces, width]
-    blocks = block_tables[group.sequence].gather(1, kept // block_size).long()
-    slots = (blocks * block_size + kept % block_size).flatten()
-    shape = (pieces, group.width, num_kv_heads, head_dim)
-    key = _by_slot(key_cache).index_select(0, slots).view(shape).transpose(1, 2)  # [pieces, kv_heads, width, head_dim]
-    value = _by_slot(value_cache).index_select(0, slots).view(shape).transpose(1, 2)
+    num_kv_heads = key_cache.shape[2]
+    shape = (pieces, group.mask.shape[-1], num_kv_heads, head_dim)
+    key = _by_slot(key_cache).index_select(0, group.slots).view(shape).transpose(1, 2)  # [pieces, kv, width, head_dim]
+    value = _by_slot(value_cache).index_select(0, group.slots).view(shape).transpose(1, 2)
 
     # The query heads of one KV head become rows of one matrix, so that K and V are read once and never repeated.
     sharing = num_heads // num_kv_heads
     query = query.view(pieces, rows, num_kv_heads, sharing, head_dim).permute(0, 2, 3, 1, 4)
     query = query.reshape(pieces, num_kv_heads, sharing * rows, head_dim)
-    visible = group.context[:, None] - torch.arange(rows - 1, -1, -1, device=query.device)  # [pieces, rows]
-    mask = (positions < visible[..., None]).repeat(1, sharing, 1).unsqueeze(1)  # [pieces, 1, sharing * rows, width]
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask, scale=scale)
     out = out.view(pieces, num_kv_heads, sharing, rows, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(pieces, rows, num_heads, head_dim)
 

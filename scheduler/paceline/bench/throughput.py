@@ -116,7 +116,9 @@ def measure(
 ) -> list[Cell]:
     """Measure every cell `rounds` times: depths in turn within a round (A B A B), with other prompts each round.
 
-    An unmeasured round comes first. A setting that the engine refuses raises its error before anything is measured.
+    Each turn of depths is preceded by an unmeasured run of its prompts, or the first depth alone would pay for whatever
+    a library sets up at the first sight of a shape; an unmeasured round comes first of all. A setting that the engine
+    refuses raises its error before anything is measured.
     """
     highest = engine.scheduler.config.max_depth
     for name, bounds in depths.items():
@@ -134,6 +136,8 @@ def measure(
     for number, size, name in track(turns, description="measuring"):
         first = max(0, number) * size
         streams = [prompts[(first + i) % len(prompts)] for i in range(size)]
+        if name == next(iter(depths)):
+            _run(engine, streams, 1, depths[name], sampling)
         sample = _measure_once(engine, streams, max_tokens, depths[name], sampling)
         if number >= 0:
             cells[size, name].samples.append(sample)
