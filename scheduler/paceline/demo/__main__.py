@@ -21,14 +21,14 @@ STREAMS = 8
 ROUNDS = 3
 SHOWN = 3
 PROMPTS = (
-    "def fibonacci(n):\n    ",
-    "class Stack:\n    def __init__(self):\n        ",
+    "def fibonacci(n):",
+    "class Stack:\n    def __init__(self):",
     '"""Utilities for reading and writing files.',
-    "import os\nimport sys\n\ndef main():\n    ",
-    "    def test_empty(self):\n        ",
-    "for name in sorted(os.listdir(path)):\n    ",
-    "try:\n    import ",
-    "# Return the number of bytes ",
+    "import os\nimport sys\n\ndef main():",
+    "class StackTest(unittest.TestCase):\n    def test_empty(self):",
+    "for name in sorted(os.listdir(path)):",
+    "try:\n    import",
+    "# Return the number of bytes",
 )
 CONSOLE = Console()
 
@@ -92,7 +92,7 @@ async def _measure(client: AsyncClient) -> dict[str, list[Report]]:
 
 def _table(reports: dict[str, list[Report]]) -> Table:
     table = Table(title=f"{STREAMS} concurrent streams of 32 to 128 tokens, medians of {ROUNDS} rounds in turns")
-    for name in ("speculation", "tok/s", "x off", "TTFT p50 ms", "TPOT p50 ms", "acceptance", "mean depth"):
+    for name in ("mode", "tok/s", "x off", "TTFT p50 ms", "TPOT p50 ms", "acceptance", "mean depth"):
         table.add_column(name, justify="right")
     off = median(report.output_throughput for report in reports["off"])
     for mode, rounds in reports.items():
