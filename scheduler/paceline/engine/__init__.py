@@ -8,7 +8,7 @@ async with contextlib.aclosing(stream):
         print(delta.text, end="")
 """
 
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.async_engine import AsyncEngine, forward_worker
 from paceline.engine.delta import Delta, Output
 from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
@@ -28,4 +28,5 @@ __all__ = [
     "Tokenizer",
     "Totals",
     "TransformersTokenizer",
+    "forward_worker",
 ]

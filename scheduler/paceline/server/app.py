@@ -13,7 +13,7 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paceline.engine import AsyncEngine, Engine
+from paceline.engine import AsyncEngine, Engine, forward_worker
 from paceline.errors import EngineDead, PacelineError
 from paceline.server.health import Health
 from paceline.server.service import SERVICE_NAME, GenerationService
@@ -106,7 +106,7 @@ def run_server(build: Callable[[], Engine], host: str, port: int, grace: float) 
     A second signal kills, and so does one that comes before there is anything to stop.
 
     Args:
-        build: makes the engine, ready to serve; called in a thread, once the port is taken.
+        build: makes the engine, ready to serve; called in the forward's thread, once the port is taken.
         grace: seconds that live requests get to end.
 
     Raises:
@@ -121,9 +121,11 @@ async def _serve(build: Callable[[], Engine], host: str, port: int, grace: float
     server = GrpcServer()
     port = server.bind(host, port)
     await server.start()
+    worker = forward_worker()
     try:
-        engine = AsyncEngine(await asyncio.to_thread(build))
+        engine = AsyncEngine(await asyncio.get_running_loop().run_in_executor(worker, build), worker=worker)
     except BaseException:
+        worker.shutdown(wait=False)
         await server.stop(0)
         raise
     engine.start()
