@@ -22,6 +22,7 @@ REFUSED: list[tuple[Callable[[], object], str, str, str]] = [
     (lambda: SamplingParams(top_p=math.nan), "sampling.top_p", "nan", "(0, 1]"),
     (lambda: StopParams(max_tokens=0), "stop.max_tokens", "0", ">= 1"),
     (lambda: StopParams(strings=("a",) * 17), "stop.strings", "17 strings", "at most 16"),
+    (lambda: StopParams(token_ids=(1,) * 257), "stop.token_ids", "257 ids", "at most 256"),
     (lambda: StopParams(strings=("ok", "")), "stop.strings", "''", "1 to 256"),
     (lambda: StopParams(strings=("x" * 257,)), "stop.strings", "xxx...", "1 to 256"),
     (lambda: SpeculationParams(min_depth=-1), "speculation.min_draft_tokens", "-1", ">= 0"),

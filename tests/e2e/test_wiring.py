@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import InvalidArgument, ModelLoadError
+from paceline.core.acceptance import Acceptance
+from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
+from paceline.llm import LLM
 from paceline.wiring import EngineSettings, build_engine
 from support.checkpoints import tiny_checkpoint
 from support.pairs import tiny_pair
@@ -30,6 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         ({"max_model_len": 1}, "max_model_len", "between 2 and"),
         ({"max_num_seqs": 0}, "max_num_seqs", ">= 1"),
         ({"block_size": 0}, "block_size", ">= 1"),
+        ({"seed": -1}, "seed", ">= 0"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens", "at least max_num_seqs (64)"),
         ({"kv_cache_memory": 1000}, "kv_cache_memory", "for one request of max_model_len = 512"),
     ],
@@ -63,6 +66,35 @@ def test_another_tokenizer(pair: tuple[str, str], tmp_path: Path) -> None:
     (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(InvalidArgument, match="tokenizer; token 'a'"):
         build_engine(EngineSettings(model=pair[0], draft=str(draft)))
+
+
+@pytest.mark.parametrize("length", [2, 8])
+def test_the_shortest_models_start(pair: tuple[str, str], length: int) -> None:
+    engine = build_engine(EngineSettings(model=pair[0], draft=pair[1], max_model_len=length))
+    [completion] = LLM.from_engine(engine).generate([(5,)], max_tokens=1)
+    assert len(completion.token_ids) == 1
+
+
+def test_warming_up_teaches_nothing(pair: tuple[str, str]) -> None:
+    engine = build_engine(EngineSettings(model=pair[0], draft=pair[1]))
+    assert all(estimate == Acceptance() for estimate in engine.scheduler.drafter_acceptance.values())
+    assert engine.totals.steps == 0
+
+
+def test_depth_off_refuses_speculation_by_name(pair: tuple[str, str]) -> None:
+    llm = LLM(pair[0], draft=pair[1], depth="off")
+    with pytest.raises(FailedPrecondition, match=r"speculation.mode = draft_model"):
+        llm.generate("x", method="draft_model")
+    with pytest.raises(InvalidArgument, match=r"speculation.min_draft_tokens = 1: must be at most 0"):
+        llm.generate("x", min_draft_tokens=1)
+
+
+def test_a_lowest_depth_above_the_servers_is_refused(pair: tuple[str, str]) -> None:
+    llm = LLM(pair[0], draft=pair[1])
+    with pytest.raises(InvalidArgument, match=r"speculation.min_draft_tokens = 9: must be at most 8"):
+        llm.generate("x", min_draft_tokens=9)
+    with pytest.raises(InvalidArgument, match="method = 'psychic'"):
+        llm.generate("x", method="psychic")
 
 
 def test_kv_memory_becomes_blocks(pair: tuple[str, str]) -> None:

@@ -11,8 +11,7 @@ class KVCacheManager:
     """Owns the pool and one block table per running request.
 
     Position i of a request lives in slot `table[i // block_size] * block_size + i % block_size`. Tables only grow, and
-    go
-    back as a whole: slots of rejected drafts stay with their request, whose next tokens overwrite them.
+    go back as a whole: slots of rejected drafts stay with their request, whose next tokens overwrite them.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

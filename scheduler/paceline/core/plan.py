@@ -3,9 +3,8 @@
     schedule(now) -> StepPlan      execute(plan) -> StepResult      update(plan, result, now) -> outputs
 
 The runner keeps a mirror of every admitted request (`core/sequence.py`), so a plan carries what is new and nothing
-twice.
-That is also what lets a plan be made while the step before it still runs: a decode says *how many* rows to compute,
-and the runner, which knows by then what was accepted, knows *where*.
+twice. That is also what lets a plan be made while the step before it still runs: a decode says *how many* rows to
+compute, and the runner, which knows by then what was accepted, knows *where*.
 """
 
 from __future__ import annotations

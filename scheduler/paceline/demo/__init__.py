@@ -5,6 +5,5 @@ from pathlib import Path
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 TARGET = CHECKPOINTS / "target"
 DRAFT = CHECKPOINTS / "draft"
-HELD_OUT_PROMPTS = (
-    CHECKPOINTS / "held_out.jsonl"
-)  # {"prompt": str} a line, of modules that neither model was trained on
+# {"prompt": str} a line, of modules that neither model was trained on.
+HELD_OUT_PROMPTS = CHECKPOINTS / "held_out.jsonl"

@@ -2,8 +2,7 @@
 
 It executes plans by the runner's contract and checks every read: at each step, all slots that a row would attend to
 must hold exactly the sequence's own tokens, in the target's cache and in the draft's. A block given away too early, a
-slot not
-reserved, draft KV that fell behind: each ends in an AssertionError that names the request and the position.
+slot not reserved, draft KV that fell behind: each ends in an AssertionError that names the request and the position.
 """
 
 from __future__ import annotations

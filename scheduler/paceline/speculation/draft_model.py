@@ -22,8 +22,7 @@ class DraftModel:
 
     Pass 0 ingests the tokens the draft model has not seen yet, which includes the newest; pass j feeds draft j back in.
     A pass holds exactly the sequences whose depth goes beyond it, so each request pays for its own depth. The last
-    draft
-    of a sequence is never fed: `Sequence.commit` accounts for it.
+    draft of a sequence is never fed: `Sequence.commit` accounts for it.
     """
 
     def __init__(self, model: Decoder, kv_cache: KVCache, seed: int) -> None:
