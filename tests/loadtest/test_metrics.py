@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline_loadtest import LoadConfig, RequestRecord, render, summarize, to_json
+from paceline_loadtest import LoadConfig, RequestRecord, summarize
 from paceline_loadtest.clients import Outcome, SpeculationCounts
 from paceline_loadtest.metrics import Distribution, SpeculationTotals, describe, percentile
+from paceline_loadtest.report import render, to_json
 
 # Sent 0.5 s late. First token 1 s after sending; 5 tokens in 3 messages; over 4 s after sending.
 FAST = RequestRecord(
