@@ -167,26 +167,48 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="0 keeps every token (the model's default).")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop string; may be repeated.")] = None,
 ) -> None:
-    """Complete prompts offline: the text of one streams as it comes, those of several follow in turn."""
+    """Complete prompts offline, as one batch; texts stream to the terminal in the order of the prompts."""
     from paceline.llm import LLM
     from paceline.wiring import build_engine
 
-    alone = len(prompts) == 1
-    completions = LLM.from_engine(build_engine(settings)).generate(
+    terminal = _InTurn(prompts)
+    LLM.from_engine(build_engine(settings)).generate(
         prompts,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
         stop=stop or (),
-        on_text=_print_piece if alone else None,
+        on_text=terminal.add,
+        on_finish=terminal.finish,
     )
-    if alone:
-        print()
-        return
-    for prompt, completion in zip(prompts, completions, strict=True):
-        print(f"==> {prompt}\n{completion.text}\n")
 
 
-def _print_piece(index: int, text: str) -> None:
-    print(text, end="", flush=True)
+class _InTurn:
+    """Prints the texts of a batch one after the other: the first that has not ended as it comes, those behind it after.
+
+    Several prompts get a heading each.
+    """
+
+    def __init__(self, prompts: list[str]) -> None:
+        self._headings = [f"==> {prompt}\n" if len(prompts) > 1 else "" for prompt in prompts]
+        self._waiting: list[list[str]] = [[heading] for heading in self._headings]
+        self._ended = [False] * len(prompts)
+        self._turn = 0
+
+    def add(self, index: int, text: str) -> None:
+        self._waiting[index].append(text)
+        self._print()
+
+    def finish(self, index: int) -> None:
+        self._waiting[index].append("\n\n" if self._headings[index] else "\n")
+        self._ended[index] = True
+        self._print()
+
+    def _print(self) -> None:
+        while self._turn < len(self._waiting):
+            print("".join(self._waiting[self._turn]), end="", flush=True)
+            self._waiting[self._turn].clear()
+            if not self._ended[self._turn]:
+                return
+            self._turn += 1

@@ -73,6 +73,7 @@ class LLM:
         min_draft_tokens: int = 0,
         max_draft_tokens: int | None = None,
         on_text: Callable[[int, str], None] | None = None,
+        on_finish: Callable[[int], None] | None = None,
     ) -> list[Completion]:
         """Complete one prompt or many as one batch; completions come in the order of the prompts.
 
@@ -82,6 +83,7 @@ class LLM:
             max_tokens: None for up to the model's length.
             method: "none", "ngram" or "draft_model"; None for the engine's own.
             on_text: called with (index of the prompt, new text) as text comes. If it raises, generation ends.
+            on_finish: called with the index of a prompt whose completion has ended.
         """
         default = self.engine.default_sampling
         sampling = SamplingParams(
@@ -95,9 +97,14 @@ class LLM:
             raise InvalidArgument("method", method, f"one of {', '.join(Method)}")
         drafts = SpeculationParams(None if method is None else Method(method), min_draft_tokens, max_draft_tokens)
         requests = [GenerationRequest(prompt, sampling, stops, drafts) for prompt in _as_list(prompts)]
-        return self._run(requests, on_text)
+        return self._run(requests, on_text or (lambda index, text: None), on_finish or (lambda index: None))
 
-    def _run(self, requests: list[GenerationRequest], on_text: Callable[[int, str], None] | None) -> list[Completion]:
+    def _run(
+        self,
+        requests: list[GenerationRequest],
+        on_text: Callable[[int, str], None],
+        on_finish: Callable[[int], None],
+    ) -> list[Completion]:
         waiting = deque((index, request, self.engine.encode(request)) for index, request in enumerate(requests))
         index_of: dict[int, int] = {}
         outputs: list[list[Output]] = [[] for _ in requests]
@@ -111,8 +118,10 @@ class LLM:
                     outputs[index].append(output)
                     if output.finish is not None:
                         del index_of[output.request_id]
-                    if on_text is not None and output.text:
+                    if output.text:
                         on_text(index, output.text)
+                    if output.finish is not None:
+                        on_finish(index)
         finally:
             # Nothing is left, unless somebody raised.
             for request_id in index_of:

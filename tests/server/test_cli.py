@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from paceline import __version__
-from paceline.cli import app, main, parse_size
+from paceline.cli import _InTurn, app, main, parse_size
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
 from support.checkpoints import tiny_checkpoint
@@ -96,6 +96,21 @@ def test_one_prompt_streams(checkpoint: str) -> None:
     assert result.output == again.output
     assert result.output.endswith("\n")
     assert result.output.strip()
+
+
+def test_texts_stream_in_the_order_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first that has not ended is shown as it comes; the others wait for their turn."""
+    terminal = _InTurn(["a", "b"])
+    shown = []
+    for step in (
+        lambda: terminal.add(1, "later"),
+        lambda: terminal.add(0, "now"),
+        lambda: terminal.finish(1),
+        lambda: terminal.finish(0),
+    ):
+        step()
+        shown.append(capsys.readouterr().out)
+    assert shown == ["==> a\n", "now", "", "\n\n==> b\nlater\n\n"]
 
 
 def test_several_prompts_come_in_turn(checkpoint: str) -> None:
