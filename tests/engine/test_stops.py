@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from engine.toy import SPECIAL, ToyTokenizer
-from paceline.core.params import SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import Finish, FinishReason
 from paceline.core.request import Request
 from paceline.engine.stops import Cut, StopChecker
@@ -19,10 +19,11 @@ PROMPT = (1, 2, 3)
 
 
 def make_request(stop: StopParams, model_len: int = 200) -> Request:
-    request = Request(0, PROMPT, SamplingParams(), stop, SpeculationParams(), 0.0)
     max_tokens = model_len if stop.max_tokens is None else stop.max_tokens
-    request.max_total_tokens = min(len(PROMPT) + max_tokens, model_len)
-    return request
+    total = min(len(PROMPT) + max_tokens, model_len)
+    return Request(
+        0, PROMPT, SamplingParams(), stop, SpeculationParams(), 0.0, method=Method.NONE, max_total_tokens=total
+    )
 
 
 def feed(stop: StopParams, runs: list[tuple[int, ...]], model_len: int = 200) -> list[Cut]:

@@ -124,18 +124,16 @@ def measure(
     for name, bounds in depths.items():
         if bounds.min_depth > highest:
             raise InvalidArgument("depth", name, f"at most the engine's highest depth, {highest}")
-    for prompt in prompts:
-        length = len(engine.encode(GenerationRequest(prompt)))
-        room = engine.scheduler.config.max_model_len - max_tokens
-        if length > room:
-            raise InvalidArgument(
-                "prompts", f"{length} tokens", f"at most {room} tokens, beside {max_tokens} to generate"
-            )
+    room = engine.scheduler.config.max_model_len - max_tokens
+    encoded = [engine.encode(GenerationRequest(prompt)) for prompt in prompts]
+    longest = max(len(token_ids) for token_ids in encoded)
+    if longest > room:
+        raise InvalidArgument("prompts", f"{longest} tokens", f"at most {room} tokens, beside {max_tokens} to generate")
     cells = {(size, name): Cell(size, name) for size in sizes for name in depths}
     turns = [(number, size, name) for size in sizes for number in range(-1, rounds) for name in depths]
     for number, size, name in track(turns, description="measuring"):
         first = max(0, number) * size
-        streams = [prompts[(first + i) % len(prompts)] for i in range(size)]
+        streams = [encoded[(first + i) % len(encoded)] for i in range(size)]
         if name == next(iter(depths)):
             _run(engine, streams, 1, depths[name], sampling)
         sample = _measure_once(engine, streams, max_tokens, depths[name], sampling)
@@ -149,7 +147,7 @@ def measure(
 
 def _measure_once(
     engine: Engine,
-    prompts: list[str | tuple[int, ...]],
+    prompts: list[tuple[int, ...]],
     max_tokens: int,
     speculation: SpeculationParams,
     sampling: SamplingParams,
@@ -173,21 +171,16 @@ def _measure_once(
 
 def _run(
     engine: Engine,
-    prompts: list[str | tuple[int, ...]],
+    prompts: list[tuple[int, ...]],
     max_tokens: int,
     speculation: SpeculationParams,
     sampling: SamplingParams,
 ) -> tuple[float, list[RequestStats]]:
-    """Complete all prompts together; seconds, and the account of each.
-
-    The prompts are tokenised before the clock starts.
-    """
+    """Complete all prompts together; seconds, and the account of each."""
     stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
-    requests = [GenerationRequest(prompt, sampling, stop, speculation) for prompt in prompts]
-    encoded = [engine.encode(request) for request in requests]
     began = time.perf_counter()
-    for request, token_ids in zip(requests, encoded, strict=True):
-        engine.add(request, token_ids)
+    for token_ids in prompts:
+        engine.add(GenerationRequest(token_ids, sampling, stop, speculation), token_ids)
     stats = []
     while engine.has_work:
         stats += [output.stats for output in engine.step() if output.stats is not None]

@@ -49,6 +49,7 @@ class Request:
     """Mutated by the scheduler only.
 
     Attributes:
+        method: how drafts are made: the request's own choice or the server's.
         max_total_tokens: prompt and completion tokens at most: the request's own limit or the model's.
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
@@ -64,6 +65,9 @@ class Request:
         stop: StopParams,
         speculation: SpeculationParams,
         arrival: float,
+        *,
+        method: Method,
+        max_total_tokens: int,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -71,11 +75,11 @@ class Request:
         self.stop = stop
         self.speculation = speculation
         self.arrival = arrival
+        self.method = method
+        self.max_total_tokens = max_total_tokens
 
         self.status = RequestStatus.WAITING
         self.output_token_ids: list[int] = []
-        self.max_total_tokens = 0  # set by Scheduler.add
-        self.method = Method.NONE  # set by Scheduler.add
         self.num_computed_tokens = 0
         self.num_draft_computed = 0
         self.pending: deque[SequenceWork] = deque()

@@ -91,9 +91,10 @@ class Scheduler:
         max_total = self.check(len(prompt_token_ids), stop)
         if len(self.waiting) >= self.config.max_queued:
             raise Unavailable(f"{len(self.waiting)} requests are waiting, as many as max_queued allows")
-        request = Request(request_id, prompt_token_ids, sampling, stop, speculation, now)
-        request.max_total_tokens = max_total
-        request.method = self.config.method if speculation.method is None else speculation.method
+        method = self.config.method if speculation.method is None else speculation.method
+        request = Request(
+            request_id, prompt_token_ids, sampling, stop, speculation, now, method=method, max_total_tokens=max_total
+        )
         self.requests[request_id] = request
         self.waiting.push(request)
         return request
@@ -215,13 +216,11 @@ class Scheduler:
 
     def _add_drafts(self, step: _Step) -> None:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
-        works = [
-            w
-            for w in step.work.values()
-            if w.samples and w.num_tokens == 1 and self._highest_depth(self.requests[w.request_id]) > 0
-        ]
-        depths = self.depth_policy.choose([self._candidate(self.requests[w.request_id]) for w in works])
-        for work, depth in zip(works, depths, strict=True):
+        decodes = [w for w in step.work.values() if w.samples and w.num_tokens == 1 and w.method is not Method.NONE]
+        offered = [(w, self._candidate(self.requests[w.request_id])) for w in decodes]
+        offered = [(w, candidate) for w, candidate in offered if candidate.highest > 0]
+        depths = self.depth_policy.choose([candidate for _, candidate in offered])
+        for (work, _), depth in zip(offered, depths, strict=True):
             request = self.requests[work.request_id]
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
             gap = request.draft_gap if depth and work.method is Method.DRAFT_MODEL else 0

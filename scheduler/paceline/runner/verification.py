@@ -44,20 +44,13 @@ class Verifier:
         """
         counts = [len(draft.token_ids) + 1 for draft in drafts]
         pieces = torch.split(logits, counts)
-        verdicts: list[Verdict | None] = [None] * len(drafts)
-        greedy = [i for i, p in enumerate(params) if p.greedy]
-        if greedy:
-            judged = _verify_greedy([pieces[i] for i in greedy], [drafts[i] for i in greedy])
-            for i, verdict in zip(greedy, judged, strict=True):
-                verdicts[i] = verdict
-        sampled = [i for i, p in enumerate(params) if not p.greedy]
-        if sampled:
-            judged = self._verify_sampled(
-                [pieces[i] for i in sampled], [drafts[i] for i in sampled], [params[i] for i in sampled]
-            )
-            for i, verdict in zip(sampled, judged, strict=True):
-                verdicts[i] = verdict
-        return [verdict for verdict in verdicts if verdict is not None]
+        verdicts: dict[int, Verdict] = {}
+        for greedy, judge in ((True, _verify_greedy), (False, self._verify_sampled)):
+            mine = [i for i, p in enumerate(params) if p.greedy is greedy]
+            if mine:
+                judged = judge([pieces[i] for i in mine], [drafts[i] for i in mine], [params[i] for i in mine])
+                verdicts.update(zip(mine, judged, strict=True))
+        return [verdicts[i] for i in range(len(drafts))]
 
     def _verify_sampled(self, pieces: list[Tensor], drafts: list[Draft], params: list[SamplingParams]) -> list[Verdict]:
         row_params = [p for piece, p in zip(pieces, params, strict=True) for _ in range(len(piece))]
@@ -109,7 +102,7 @@ def _draft_rows(p: Tensor, drafts: list[Draft]) -> Tensor:
     return q
 
 
-def _verify_greedy(pieces: list[Tensor], drafts: list[Draft]) -> list[Verdict]:
+def _verify_greedy(pieces: list[Tensor], drafts: list[Draft], params: list[SamplingParams]) -> list[Verdict]:
     choices = torch.cat(pieces).argmax(-1).tolist()  # the first maximum: ties go to the lowest id
     verdicts, row = [], 0
     for draft in drafts:
