@@ -1,11 +1,39 @@
-"""The operations of the decoder, one signature each.
+"""The operations of the decoder and of sampling, one signature each.
 
 Callers import from here and never from a backend, so a faster implementation can take the place of the torch reference
-without any of them noticing. Every operation runs on the device of its inputs, in fp32 or bf16, and computes no
-gradients of its own.
+without any of them noticing. Every operation runs on the device of its inputs and computes no gradients of its own.
+Those of the decoder take fp32 or bf16, those of sampling fp32 or fp64.
 """
 
 from paceline_kernels.batch import PagedBatch
 from paceline_kernels.reference import linear, paged_attention, rms_norm, rotary, silu_mul, store_kv
+from paceline_kernels.sampling import (
+    argmax,
+    draw,
+    gumbel_argmax,
+    mask_,
+    overlap,
+    residual,
+    residual_mass,
+    softmax_,
+    truncate_,
+)
 
-__all__ = ["PagedBatch", "linear", "paged_attention", "rms_norm", "rotary", "silu_mul", "store_kv"]
+__all__ = [
+    "PagedBatch",
+    "argmax",
+    "draw",
+    "gumbel_argmax",
+    "linear",
+    "mask_",
+    "overlap",
+    "paged_attention",
+    "residual",
+    "residual_mass",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "softmax_",
+    "store_kv",
+    "truncate_",
+]

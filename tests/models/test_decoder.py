@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from paceline import demo
-from paceline.models import Decoder, load_model
+from paceline.models import Decoder, load_model, load_model_config
+from paceline_kernels import invariant
 from support.checkpoints import LLAMA3_ROPE, tiny_checkpoint
 from support.pages import Pages
 
@@ -41,7 +42,7 @@ def paged_logits(model: Decoder, prompts: dict[str, list[int]], seed: int = 0) -
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=choose.choice([1, 4, 16]),
-        num_blocks=1024,
+        num_blocks=2048,
         dtype=model.dtype,
         seed=seed,
     )
@@ -122,6 +123,82 @@ def test_the_size_of_runs_and_blocks_changes_nothing(tmp_path: Path) -> None:
     first, second = paged_logits(model, prompts, seed=1), paged_logits(model, prompts, seed=2)
     for name in prompts:
         torch.testing.assert_close(first[name], second[name], atol=1e-4, rtol=0)
+
+
+COMPILED = pytest.mark.skipif(invariant.available() is not None, reason="no C++ compiler")
+INVARIANT_CASES = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    ("qwen2", {"num_key_value_heads": 4}),
+    ("qwen3", {"num_key_value_heads": 1, "head_dim": 32}),
+]
+
+
+@COMPILED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "overrides"), INVARIANT_CASES)
+def test_invariant_operations_give_the_logits_of_the_reference(
+    tmp_path: Path, family: str, overrides: dict[str, Any], dtype: torch.dtype
+) -> None:
+    path = tiny_checkpoint(tmp_path, family, **overrides)
+    prompts = random_prompts(320)
+    exact = paged_logits(load_model(path, torch.float32, CPU), prompts)
+    theirs = paged_logits(load_model(path, dtype, CPU), prompts)
+    ours = paged_logits(load_model(path, dtype, CPU, invariant), prompts)
+    for name in prompts:
+        error, allowed = (ours[name] - exact[name]).abs().mean(), (theirs[name] - exact[name]).abs().mean()
+        assert error < max(1e-5, 1.5 * allowed)
+
+
+@COMPILED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "overrides"), INVARIANT_CASES)
+def test_invariant_logits_do_not_depend_on_the_batch(
+    tmp_path: Path, family: str, overrides: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """A prompt whole and a token at a time against random chunks, verifications of 5 rows, and 16 sequences at once."""
+    model = load_model(tiny_checkpoint(tmp_path, family, **overrides), dtype, CPU, invariant)
+    choose = random.Random(2)
+    prompts = {str(i): [choose.randrange(320) for _ in range(choose.randint(60, 90))] for i in range(16)}
+    prompt = prompts["0"]
+    decodes = [1] * (len(prompt) - 50)
+    alone = run_logits(model, prompt, [50, *decodes])
+    assert torch.equal(run_logits(model, prompt, [len(prompt)]), alone), "whole"
+    assert torch.equal(run_logits(model, prompt, [17, 3, 30, *decodes]), alone), "in chunks"
+    verifications = [5] * (len(decodes) // 5)
+    rest = len(decodes) - 5 * len(verifications)
+    assert torch.equal(run_logits(model, prompt, [50, *verifications, *[1] * rest]), alone), "with four drafts"
+    for seed in range(3):
+        assert torch.equal(paged_logits(model, prompts, seed)["0"], alone), "in a batch of 16"
+
+
+def run_logits(model: Decoder, prompt: list[int], runs: list[int]) -> Tensor:
+    """All logits of one prompt alone, computed in runs of these many rows."""
+    assert sum(runs) == len(prompt)
+    config = model.config
+    pages = Pages(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+    )
+    parts = []
+    for ids in torch.split(torch.tensor(prompt), runs):
+        with torch.inference_mode():
+            hidden = model.forward(ids, pages.batch([("prompt", len(ids))]), pages.kv_cache)
+            parts.append(model.logits(hidden))
+    return torch.cat(parts)
+
+
+def test_angles_are_kept_for_the_positions_asked_for(tmp_path: Path) -> None:
+    config = load_model_config(tiny_checkpoint(tmp_path))
+    pages = Pages(num_layers=2, num_kv_heads=2, head_dim=16)
+    model = Decoder(config, torch.float32, CPU, max_positions=3)
+    for view in model.checkpoint_views().values():
+        view.zero_()
+    model.forward(torch.zeros(3, dtype=torch.long), pages.batch([("x", 3)]), pages.kv_cache)
+    with pytest.raises(IndexError):
+        model.forward(torch.zeros(1, dtype=torch.long), pages.batch([("x", 1)]), pages.kv_cache)
 
 
 @pytest.mark.parametrize("tied", [True, False])

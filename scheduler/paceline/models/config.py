@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +33,9 @@ class GenerationDefaults:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +229,7 @@ def _generation(file: Path) -> tuple[GenerationDefaults, tuple[int, ...]]:
         return GenerationDefaults(), ()
     section = _Section(file, read_json(file))
     # Kept as written, 0 and all: what they mean is for the validation of sampling parameters.
-    numbers: dict[str, Any] = {key: section.get(key) for key in ("temperature", "top_p", "top_k")}
+    numbers: dict[str, Any] = {item.name: section.get(item.name) for item in fields(GenerationDefaults)}
     for key, value in numbers.items():
         if value is not None and type(value) not in ((int,) if key == "top_k" else (int, float)):
             section.refuse(key, "an integer" if key == "top_k" else "a number")

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import paceline_kernels as ops
 from paceline.models.config import Llama3Scaling, ModelConfig
-from paceline_kernels import PagedBatch
+from paceline_kernels import PagedBatch, reference
+from paceline_kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,24 @@ class Decoder:
     and calls may come from any thread. `torch.inference_mode` is the caller's.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Ops = reference,
+        max_positions: int | None = None,
+    ) -> None:
+        """Positions are below `max_positions`, at most and by default the config's max_position_embeddings."""
         self.config = config
         self.dtype = dtype
         self.device = device
+        self._ops = ops
         self._q_size = config.num_heads * config.head_dim
         self._kv_size = config.num_kv_heads * config.head_dim
         self._scale = config.head_dim**-0.5
-        self._inverse_frequencies = _inverse_frequencies(config).to(device)  # [head_dim / 2] float32
+        tables = _rotary_tables(config, max_positions or config.max_position_embeddings)
+        self._cos, self._sin = (table.to(device, dtype) for table in tables)  # [max_positions, head_dim / 2]
         self._embedding = self._empty(config.vocab_size, config.hidden_size)
         self._layers = [self._allocate_layer() for _ in range(config.num_layers)]
         self._norm = self._empty(config.hidden_size)
@@ -77,9 +87,8 @@ class Decoder:
         Returns:
             The hidden states after the final norm, [num_tokens, hidden] of the model's dtype.
         """
-        config = self.config
-        angles = batch.positions[:, None].float() * self._inverse_frequencies  # [num_tokens, head_dim / 2]
-        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        config, ops = self.config, self._ops
+        cos, sin = self._cos[batch.positions], self._sin[batch.positions]  # [num_tokens, head_dim / 2]
         hidden = F.embedding(token_ids, self._embedding)
         for layer, (key_cache, value_cache) in zip(self._layers, kv_cache, strict=True):
             normed = ops.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
@@ -95,7 +104,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows that `forward` returned, [rows, hidden], to [rows, vocab] float32."""
-        return ops.linear(hidden, self._head).float()
+        return self._ops.linear(hidden, self._head).float()
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """For every tensor of a checkpoint, by its name there, the part of our weights that it fills."""
@@ -125,7 +134,7 @@ class Decoder:
 
     def _qkv(self, layer: _Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[num_tokens, hidden] -> query, key and value, [num_tokens, heads of each, head_dim]."""
-        config = self.config
+        config, ops = self.config, self._ops
         heads = ops.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, config.head_dim)
         query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -153,6 +162,17 @@ class Decoder:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+def _rotary_tables(config: ModelConfig, max_positions: int) -> tuple[Tensor, Tensor]:
+    """Cos and sin of the angles of every position, float32 [max_positions, head_dim / 2].
+
+    A table, because torch does not promise that the cosine of an element has the same bits wherever it stands in a
+    tensor, and a position must get the same ones in every batch.
+    """
+    positions = torch.arange(max_positions).float()
+    angles = positions[:, None] * _inverse_frequencies(config)  # [max_positions, head_dim / 2]
+    return angles.cos(), angles.sin()
 
 
 def _inverse_frequencies(config: ModelConfig) -> Tensor:

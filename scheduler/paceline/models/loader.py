@@ -14,6 +14,8 @@ from torch import Tensor
 from paceline.errors import ModelLoadError
 from paceline.models.config import load_model_config, read_json
 from paceline.models.decoder import Decoder
+from paceline_kernels import reference
+from paceline_kernels.ops import Ops
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -73,8 +75,8 @@ class Checkpoint:
         return self._handles[self._files[name]]
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Load a Hugging Face model directory and convert its weights to `dtype` on `device`.
+def load_model(path: Path, dtype: torch.dtype, device: torch.device, ops: Ops = reference) -> Decoder:
+    """Load a Hugging Face model directory and convert its weights to `dtype` on `device`, computing with `ops`.
 
     Beside the model itself, memory holds one tensor of the checkpoint at a time.
 
@@ -83,7 +85,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
     """
     config = load_model_config(path)
     checkpoint = Checkpoint(path)
-    model = Decoder(config, dtype, device)
+    model = Decoder(config, dtype, device, ops)
     views = model.checkpoint_views()
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name in checkpoint.names:

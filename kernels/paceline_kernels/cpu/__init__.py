@@ -1,0 +1,1 @@
+"""Operations in C++ for the CPU at hand, compiled at first use."""

@@ -1,0 +1,121 @@
+"""The operations of sampling in C++: the signatures of `paceline_kernels.sampling`, on contiguous float32."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from paceline_kernels.cpu.build import BuildError, load
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return load("sampling")
+    except BuildError:
+        return None
+
+
+def available() -> bool:
+    """Whether this machine can compile the library; the first call does so, which takes seconds."""
+    return _library() is not None
+
+
+def _call(name: str, logits: Tensor, *arguments: Tensor | int) -> None:
+    """Call a function of (rows, vocab, logits, ...); the caller keeps the tensors alive meanwhile."""
+    library = _library()
+    assert library is not None, "ask available() first"
+    rows, vocab = logits.shape
+    assert vocab > 0, "a distribution over nothing"
+    values = [
+        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) for x in (logits, *arguments)
+    ]
+    getattr(library, f"paceline_{name}")(ctypes.c_int64(rows), ctypes.c_int64(vocab), *values)
+
+
+def _per_row(values: Tensor, logits: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """A parameter as the C++ reads it. What it reads lies within the tensor, whatever the caller passed."""
+    assert values.shape == (logits.shape[0], *shape), f"{tuple(values.shape)} for {logits.shape[0]} rows"
+    return values.to(dtype).contiguous()
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """[rows, vocab] -> [rows] int64."""
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    _call("argmax", logits, out)
+    return out
+
+
+def mask_(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
+    """Mutates logits [num_rows, vocab] at rows [n] int64; bitmask [n, ceil(vocab / 32)] int32."""
+    count = rows.shape[0]
+    assert bitmask.shape == (count, (logits.shape[1] + 31) // 32), tuple(bitmask.shape)
+    assert count == 0 or (int(rows.min()) >= 0 and int(rows.max()) < logits.shape[0]), "rows out of range"
+    rows, bitmask = rows.to(torch.int64).contiguous(), bitmask.to(torch.int32).contiguous()
+    _call("mask", logits, count, rows, bitmask)
+
+
+def truncate_(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
+) -> None:
+    """Mutates logits [rows, vocab]; all parameters are [rows]."""
+    shares = [_per_row(share, logits, torch.float32) for share in (top_p, min_p, typical_p)]
+    warmth = _per_row(temperature, logits, torch.float32)
+    _call("truncate", logits, warmth, _per_row(top_k, logits, torch.int64), *shares)
+
+
+def softmax_(logits: Tensor, temperature: Tensor) -> None:
+    """Mutates logits [rows, vocab] into probabilities at temperature [rows]."""
+    _call("softmax", logits, _per_row(temperature, logits, torch.float32))
+
+
+def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+    """logits [rows, vocab], temperature [rows], keys [rows, 4] int64 -> [rows] int64."""
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    warmth = _per_row(temperature, logits, torch.float32)
+    _call("gumbel_argmax", logits, warmth, _per_row(keys, logits, torch.int64, 4), out)
+    return out
+
+
+def residual_mass(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor) -> Tensor:
+    """p, q [.., vocab]; p_rows, q_rows [n] int64, scale [n] -> [n] float64."""
+    out = torch.empty(len(p_rows), dtype=torch.float64)
+    _call_pairs("residual_mass", p, q, p_rows, q_rows, scale.to(torch.float64).contiguous(), out)
+    return out
+
+
+def overlap(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor) -> Tensor:
+    """p, q [.., vocab]; p_rows, q_rows [n] int64 -> [n] float64."""
+    out = torch.empty(len(p_rows), dtype=torch.float64)
+    _call_pairs("overlap", p, q, p_rows, q_rows, out)
+    return out
+
+
+def residual(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor) -> Tensor:
+    """p, q [.., vocab]; p_rows, q_rows [n] int64, scale [n] -> [n, vocab]."""
+    out = torch.empty(len(p_rows), p.shape[1])
+    _call_pairs("residual", p, q, p_rows, q_rows, scale.to(torch.float64).contiguous(), out)
+    return out
+
+
+def _call_pairs(name: str, p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, *arguments: Tensor) -> None:
+    """Call a function of (count, vocab, p, q, p_rows, q_rows, ...)."""
+    library = _library()
+    assert library is not None, "ask available() first"
+    assert p.shape[1] == q.shape[1], f"{p.shape[1]} and {q.shape[1]} tokens"
+    assert all(len(x) == len(p_rows) for x in (q_rows, *arguments)), "one of each for each pair"
+    for rows, tensor in ((p_rows, p), (q_rows, q)):
+        assert len(rows) == 0 or int(rows.max()) < len(tensor), "rows out of range"
+    p_rows, q_rows = p_rows.contiguous(), q_rows.contiguous()
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (p, q, p_rows, q_rows, *arguments)]
+    getattr(library, f"paceline_{name}")(ctypes.c_int64(len(p_rows)), ctypes.c_int64(p.shape[1]), *pointers)
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """weights [rows, vocab], u [rows] float64 -> [rows] int64."""
+    out = torch.empty(weights.shape[0], dtype=torch.int64)
+    _call("draw", weights, _per_row(u, weights, torch.float64), out)
+    return out

@@ -1,0 +1,194 @@
+// Vectors of one cache line, as the compiler's own vector types: they become whatever the machine has, and every
+// operation on a lane is the same operation at every place, so results do not depend on where a value stands.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));  // as a mask: 0 or -1 in each lane
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int64_t Longs __attribute__((vector_size(64)));
+typedef uint64_t Wide __attribute__((vector_size(64)));
+typedef double Doubles __attribute__((vector_size(64)));
+typedef float Half __attribute__((vector_size(32)));
+
+constexpr int LANES = 16;
+
+inline Floats all(float x) { return Floats{} + x; }
+
+// The next `left` elements, at most LANES; lanes beyond them hold `fill`.
+inline Floats load(const float* from, int64_t left, float fill) {
+    Floats x;
+    if (left >= LANES) {
+        std::memcpy(&x, from, sizeof x);
+    } else {
+        x = all(fill);
+        std::memcpy(&x, from, left * sizeof(float));
+    }
+    return x;
+}
+
+inline void store(float* to, Floats x, int64_t left) {
+    if (left >= LANES)
+        std::memcpy(to, &x, sizeof x);
+    else
+        std::memcpy(to, &x, left * sizeof(float));
+}
+
+// The compiler's own conversions between lanes of different widths go through memory or through narrower vectors.
+
+inline Half low(Floats x) {
+#if defined(__AVX512F__)
+    return (Half)_mm512_castps512_ps256((__m512)x);
+#else
+    Half half;
+    std::memcpy(&half, &x, sizeof half);
+    return half;
+#endif
+}
+
+inline Half high(Floats x) {
+#if defined(__AVX512DQ__)
+    return (Half)_mm512_extractf32x8_ps((__m512)x, 1);
+#else
+    Half half;
+    std::memcpy(&half, reinterpret_cast<const char*>(&x) + sizeof half, sizeof half);
+    return half;
+#endif
+}
+
+inline Doubles doubles(Half x) {
+#if defined(__AVX512F__)
+    return (Doubles)_mm512_cvtps_pd((__m256)x);
+#else
+    return __builtin_convertvector(x, Doubles);
+#endif
+}
+
+// Towards zero.
+inline Longs longs(Half x) {
+#if defined(__AVX512DQ__)
+    return (Longs)_mm512_cvttps_epi64((__m256)x);
+#else
+    return __builtin_convertvector(x, Longs);
+#endif
+}
+
+// x where the mask is set, else 0.
+inline Floats where(Ints mask, Floats x) { return (Floats)((Ints)x & mask); }
+
+inline bool any(Ints mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+    int32_t seen = 0;
+    for (int lane = 0; lane < LANES; lane++) seen |= mask[lane];
+    return seen != 0;
+#endif
+}
+
+inline float maximum(Floats x) {
+    float best = x[0];
+    for (int lane = 1; lane < LANES; lane++) best = x[lane] > best ? x[lane] : best;
+    return best;
+}
+
+// Write the lanes set in the mask one after the other; returns how many. `to` has room for LANES.
+inline int compress(float* to, Floats x, Ints mask) {
+#if defined(__AVX512F__)
+    const __mmask16 lanes = _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+    _mm512_storeu_ps(to, _mm512_maskz_compress_ps(lanes, (__m512)x));
+    return __builtin_popcount(lanes);
+#else
+    int count = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        to[count] = x[lane];
+        count -= mask[lane];
+    }
+    return count;
+#endif
+}
+
+// a += x and b += y where the mask of 16 lanes, 8 for each, is set.
+inline void add_where(Ints mask, Longs& a, Longs x, Longs& b, Longs y) {
+#if defined(__AVX512F__)
+    const __mmask16 lanes = _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+    a = (Longs)_mm512_mask_add_epi64((__m512i)a, (__mmask8)lanes, (__m512i)a, (__m512i)x);
+    b = (Longs)_mm512_mask_add_epi64((__m512i)b, (__mmask8)(lanes >> 8), (__m512i)b, (__m512i)y);
+#else
+    for (int lane = 0; lane < 8; lane++) {
+        a[lane] += x[lane] & (int64_t)mask[lane];
+        b[lane] += y[lane] & (int64_t)mask[lane + 8];
+    }
+#endif
+}
+
+// The low 32 bits of each lane times `factor`, all 64 bits of it; what the lanes hold above them is ignored.
+inline Wide multiply(Wide x, uint32_t factor) {
+#if defined(__AVX512F__)
+    return (Wide)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(factor));
+#else
+    return (x & 0xFFFFFFFFu) * (uint64_t)factor;
+#endif
+}
+
+// a[0], b[0], a[1], b[1], ... into `to`, 16 elements.
+inline void interleave(uint64_t* to, Wide a, Wide b) {
+#if defined(__AVX512F__)
+    const __m512i first = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0), second = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi64((__m512i)a, first, (__m512i)b));
+    _mm512_storeu_si512(to + 8, _mm512_permutex2var_epi64((__m512i)a, second, (__m512i)b));
+#else
+    for (int lane = 0; lane < 8; lane++) {
+        to[2 * lane] = a[lane];
+        to[2 * lane + 1] = b[lane];
+    }
+#endif
+}
+
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// e^x for x <= 88, within 2 units in the last place; below -87.3, where the result would be subnormal, and for NaN, 0.
+inline Floats exp(Floats x) {
+    // x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer, which the low bits then hold.
+    const Floats shift = all(0x1.8p23f);
+    const Floats shifted = fused(x, all(0x1.715476p0f), shift);
+    const Floats n = shifted - shift;
+    // ln 2 = 355 / 512 - 0.000212...: n * 355 / 512 is exact.
+    Floats r = fused(n, all(-0x1.63p-1f), x);
+    r = fused(n, all(0x1.bd0106p-13f), r);
+    // (e^r - 1 - r) / r^2, the minimax polynomial for the relative error of e^r.
+    Floats q = all(0x1.6a23cep-10f);
+    q = fused(q, r, all(0x1.123a2p-7f));
+    q = fused(q, r, all(0x1.5558f2p-5f));
+    q = fused(q, r, all(0x1.555492p-3f));
+    q = fused(q, r, all(0x1.fffffcp-2f));
+    const Floats power = fused(q * r, r, r) + 1.0f;
+    return where(x >= -87.3f, (Floats)((Ints)power + ((Ints)shifted << 23)));
+}
+
+// A float64 sum of floats, always in the same order.
+struct Sum {
+    Doubles first{}, second{};
+
+    void add(Doubles a, Doubles b) { first += a, second += b; }
+
+    void add(Floats x) { add(doubles(low(x)), doubles(high(x))); }
+
+    double total() const {
+        const Doubles both = first + second;
+        return ((both[0] + both[1]) + (both[2] + both[3])) + ((both[4] + both[5]) + (both[6] + both[7]));
+    }
+};
