@@ -1,8 +1,8 @@
 """A scheduler and the scripted runner, driven by hand, with all that must hold checked after every operation.
 
 The runner checks every KV read against the sequence's own tokens. The harness checks the rest: the scheduler's
-invariants, the budget, the runner's mirror, and that each request ends once, with exactly what its prompt and limits
-determine.
+invariants, the budget, the runner's mirror, what is shared between completions of one prompt, that there is always
+something to plan, and that each request ends once, with exactly what its prompt and limits determine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth import DepthCandidate, DepthPolicy, FixedDepth
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
-from paceline.core.plan import FinishReason, SequenceResult, SequenceWork, StepPlan
+from paceline.core.plan import Admission, FinishReason, SequenceResult, SequenceWork, StepPlan
 from paceline.core.request import Request, RequestOutput, RequestStatus
 from paceline.core.scheduler import Scheduler
 from paceline.sim import ScriptedRunner, reference_output
@@ -67,6 +67,8 @@ def expected_end(request: Request, config: SchedulerConfig) -> tuple[list[int], 
     """What a request must emit and why it ends, worked out one token at a time."""
     tokens = reference_output(request.prompt_token_ids, request.max_output_tokens)
     for index, token in enumerate(tokens):
+        if index < request.stop.min_tokens:
+            continue
         if token in request.stop.token_ids:
             return tokens[: index + 1], FinishReason.STOP_TOKEN
         if token in config.eos_token_ids and not request.stop.ignore_eos:
@@ -114,19 +116,29 @@ class Harness:
         max_depth: int | None = None,
         stop_ids: tuple[int, ...] = (),
         ignore_eos: bool = False,
+        min_tokens: int = 0,
+        sibling: Request | None = None,
     ) -> Request:
+        """Queue a request; with `sibling`, another completion of its prompt, which has to be given again."""
         request_id = len(self.requests)
         request = self.scheduler.add(
             request_id,
             prompt_of(prompt, request_id) if isinstance(prompt, int) else prompt,
             GREEDY,
-            StopParams(max_tokens=max_tokens, token_ids=stop_ids, ignore_eos=ignore_eos),
+            StopParams(max_tokens=max_tokens, token_ids=stop_ids, ignore_eos=ignore_eos, min_tokens=min_tokens),
             SpeculationParams(method, min_depth, max_depth),
             self.now,
+            sibling_id=None if sibling is None else sibling.request_id,
         )
         self.requests[request_id] = request
         self.check()
         return request
+
+    def add_group(self, n: int, prompt: int | tuple[int, ...], max_tokens: int | None = 8) -> list[Request]:
+        """Queue n completions of one prompt."""
+        token_ids = prompt_of(prompt, len(self.requests)) if isinstance(prompt, int) else prompt
+        leader = self.add(token_ids, max_tokens)
+        return [leader, *(self.add(token_ids, max_tokens, sibling=leader) for _ in range(n - 1))]
 
     def abort(self, request: Request) -> None:
         assert self.scheduler.abort(request.request_id)
@@ -137,8 +149,11 @@ class Harness:
     def plan(self) -> StepPlan:
         """Plan a step, which `land` will run."""
         self.now += 1.0
+        computed = {request.request_id: request.num_computed_tokens for request in self.scheduler.running.values()}
         plan = self.scheduler.schedule(self.now)
+        assert plan.work or self.outstanding or not self.live, "requests are left, but nothing can be planned"
         self._check_plan(plan)
+        self._check_shares(plan, computed)
         if plan.work:
             self.plans.append(plan)
             self.outstanding.append(plan)
@@ -163,6 +178,13 @@ class Harness:
             self.land()
         return plan
 
+    def step_until(self, condition: Callable[[], object], max_steps: int = 200) -> None:
+        for _ in range(max_steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"did not come up in {max_steps} steps")
+
     def drain(self, max_steps: int = 10_000) -> None:
         """Step until every request has ended; nothing may be left behind."""
         for _ in range(max_steps):
@@ -184,6 +206,15 @@ class Harness:
     @property
     def num_preemptions(self) -> int:
         return sum(request.num_preemptions for request in self.requests.values())
+
+    @property
+    def num_in_use(self) -> int:
+        """Blocks that are not free."""
+        return self.config.num_blocks - self.scheduler.kv.num_free_blocks
+
+    def admissions(self, request: Request) -> list[Admission]:
+        """Every time a request entered the batch, in order."""
+        return [a for plan in self.plans for a in plan.admitted if a.request_id == request.request_id]
 
     def works(self, request: Request) -> list[SequenceWork]:
         """All that was ever planned for a request, in order."""
@@ -213,6 +244,24 @@ class Harness:
             assert work.num_drafts <= self.config.max_depth
             assert request.speculation.max_depth is None or work.num_drafts <= request.speculation.max_depth
             assert work.num_drafts == 0 or (work.samples and work.num_tokens == 1), "drafts behind a chunk"
+
+    def _check_shares(self, plan: StepPlan, computed: dict[int, int]) -> None:
+        """Who is admitted shares all that it can, and no prompt is computed by two who could share it.
+
+        Args:
+            computed: tokens with KV of each request that ran before the plan was made; the admitted are added.
+        """
+        for admission in plan.admitted:
+            request = self.requests[admission.request_id]
+            wanted = (len(request.prompt_token_ids) - 1) // self.config.block_size * self.config.block_size
+            others = [self.requests[i] for i in request.siblings if i in computed]
+            can_share = any(computed[other.request_id] >= wanted for other in others)
+            assert can_share or all(other.max_output_tokens == 1 for other in others), "a prompt is computed twice"
+            assert admission.num_computed == (wanted if can_share else 0)
+            assert len(admission.block_ids) * self.config.block_size == admission.num_computed
+            assert admission.block_ids == self.scheduler.kv.table(request.request_id)[: len(admission.block_ids)]
+            assert admission.num_draft_computed <= admission.num_computed
+            computed[request.request_id] = admission.num_computed
 
     def _book(self, output: RequestOutput) -> None:
         request = self.requests[output.request_id]

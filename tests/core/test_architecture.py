@@ -16,13 +16,20 @@ PACKAGES = ("paceline", "paceline_kernels", "paceline_loadtest")
 # What each part may import of ours besides itself, `paceline.errors` and the version. The most specific row counts, and
 # a module without a row is an error: a new part says first where it stands.
 ANYTHING = PACKAGES
-PLANS = ("paceline.core.plan", "paceline.core.sequence", "paceline.core.params", "paceline.core.config")
+PLANS = (
+    "paceline.core.plan",
+    "paceline.core.sequence",
+    "paceline.core.params",
+    "paceline.core.config",
+    "paceline.core.grammar",
+)
 ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.errors": (),
     "paceline.core": (),
     "paceline.sim": ("paceline.core",),
     "paceline.engine": ("paceline.core",),
     "paceline.models": ("paceline_kernels",),
+    "paceline.structured": ("paceline.core.grammar",),
     "paceline.runner": (*PLANS, "paceline.models", "paceline_kernels"),
     "paceline.speculation": (*PLANS, "paceline.runner", "paceline.models", "paceline_kernels"),
     "paceline.server": ("paceline.engine", "paceline.core", "paceline.v1"),
@@ -45,6 +52,7 @@ UNREACHABLE: dict[str, set[str]] = {
     "paceline.core": {"torch", "transformers", "grpc"},
     "paceline.sim": {"torch", "transformers", "grpc"},
     "paceline.engine": {"torch", "transformers", "grpc"},
+    "paceline.structured": {"torch", "grpc", "asyncio"},
     "paceline.server": {"torch", "transformers"},
     "paceline.runner": {"grpc", "asyncio"},
     "paceline.client": HEAVY,

@@ -113,8 +113,30 @@ def test_the_books_notice_a_block_in_two_tables() -> None:
     with pytest.raises(AssertionError, match="2 table entries, 1 references"):
         kv.check_invariants()
     kv.pool.ref_counts[0] = 2
-    with pytest.raises(AssertionError, match="two tables"):
+    kv.check_invariants()  # shared: the scheduler knows whether that is right
+
+
+def test_the_books_notice_a_block_twice_in_one_table() -> None:
+    kv = KVCacheManager(3, block_size=2)
+    kv.grow(1, 2)
+    kv._tables[1] *= 2
+    kv.pool.ref_counts[0] = 2
+    with pytest.raises(AssertionError, match="in the table twice"):
         kv.check_invariants()
+
+
+def test_shared_blocks_are_free_when_their_last_holder_is() -> None:
+    kv = KVCacheManager(4, block_size=2)
+    blocks = kv.grow(1, 6)
+    assert blocks is not None
+    assert kv.share(1, 2, 2) == blocks[:2]
+    kv.check_invariants()
+    kv.free(1)
+    assert kv.num_free_blocks == 2
+    kv.check_invariants()
+    kv.free(2)
+    assert kv.num_free_blocks == 4
+    kv.check_invariants()
 
 
 def test_the_books_notice_a_block_that_is_free_and_owned() -> None:

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import pytest
 
-from core.harness import CyclingDepth, Harness, always, never, percent_right, rows_of
+from core.harness import GREEDY, CyclingDepth, Harness, always, never, percent_right, rows_of
 from paceline.core.acceptance import Acceptance
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth import FixedDepth
-from paceline.core.params import Method
+from paceline.core.params import (
+    Constraints,
+    LogprobsParams,
+    Method,
+    SamplingParams,
+    SpeculationParams,
+    StopParams,
+    Verification,
+)
 from paceline.core.plan import FinishReason
 from paceline.core.stopping import cut_run
 from paceline.sim import next_token, reference_output
@@ -287,6 +295,41 @@ def test_case_10_stop_and_length_in_one_run(
 
 
 @both_lags
+@pytest.mark.parametrize("at", range(1, 9))
+def test_case_10_stop_at_the_limit_of_a_run(lag: int, at: int) -> None:
+    """The same in whole runs: a stop id at the last token that fits is a stop, and one behind it was never reached."""
+    prompt = (11, 12, 13)
+    eos = reference_output(prompt, at)[-1]
+    harness = Harness(config(eos_token_ids=(eos,)), FixedDepth(7), lag)
+    last, behind = harness.add(prompt, max_tokens=at), harness.add(prompt, max_tokens=max(1, at - 1))
+    harness.drain()
+    reasons = [finished.finish.reason for _, finished in sorted(harness.finished.items()) if finished.finish]
+    assert reasons == [FinishReason.EOS, FinishReason.EOS if at == 1 else FinishReason.MAX_TOKENS]
+    assert harness.outputs[last.request_id] == reference_output(prompt, at)
+    assert harness.outputs[behind.request_id] == reference_output(prompt, max(1, at - 1))
+
+
+@both_lags
+@pytest.mark.parametrize("depth", [0, 1, 3, 8])
+@pytest.mark.parametrize("min_tokens", [0, 1, 4, 5, 9])
+def test_case_12_min_tokens_are_tokens_and_not_steps(lag: int, depth: int, min_tokens: int) -> None:
+    """Counted in steps, a completion went on as many times too long as a step has tokens; whatever the depth, the stop
+    that counts is the first behind `min_tokens` tokens, inside an accepted run or not."""
+    prompt = (11, 12, 13)
+    tokens = reference_output(prompt, 20)
+    stops = {tokens[0], tokens[4], tokens[9]}
+    assert [index for index, token in enumerate(tokens) if token in stops] == [0, 4, 9]
+    harness = Harness(config(eos_token_ids=(tokens[0], tokens[9])), FixedDepth(depth), lag)
+    request = harness.add(prompt, max_tokens=20, stop_ids=(tokens[4],), min_tokens=min_tokens)
+    harness.drain()
+    end = min(index + 1 for index in (0, 4, 9) if index >= min_tokens)
+    assert harness.outputs[request.request_id] == tokens[:end]
+    finish = harness.finished[request.request_id].finish
+    assert finish is not None
+    assert finish.stop_token_id == tokens[end - 1]
+
+
+@both_lags
 def test_case_20_chunked_prefill_feeds_the_draft_and_does_not_draft(lag: int) -> None:
     """Drafting behind an unfinished chunk verified nonsense; not feeding the draft its chunks left it blind."""
     harness = Harness(config(max_num_batched_tokens=8), FixedDepth(3), lag)
@@ -348,6 +391,57 @@ def test_case_22_the_estimate_does_not_fall_as_depth_grows(depth: int) -> None:
     harness.drain()
     estimates = [r.acceptance.accepted / (r.acceptance.accepted + r.acceptance.rejected) for r in requests]
     assert sum(estimates) / len(estimates) == pytest.approx(0.8, abs=0.05)
+
+
+ODD: dict[str, dict[str, object]] = {
+    "no drafts": {"speculation": SpeculationParams(Method.NONE)},
+    "another method": {"speculation": SpeculationParams(Method.NGRAM)},
+    "depth 0": {"speculation": SpeculationParams(max_depth=0)},
+    "a lower depth": {"speculation": SpeculationParams(max_depth=1)},
+    "a higher depth": {"speculation": SpeculationParams(min_depth=6)},
+    "another rule": {
+        "sampling": SamplingParams(),
+        "speculation": SpeculationParams(verification=Verification.TOKEN_WISE),
+    },
+    "a seed": {"sampling": SamplingParams(seed=3)},
+    "penalties": {"sampling": SamplingParams(temperature=0.0, frequency_penalty=1.0)},
+    "min_tokens": {"constraints": Constraints(min_tokens=5)},
+    "bad words": {"constraints": Constraints(bad_words=((5, 6),))},
+    "logprobs": {"logprobs": LogprobsParams(5, 5)},
+}
+
+
+@both_lags
+@pytest.mark.parametrize("odd", ODD)
+def test_case_23_an_option_is_its_requests_own(lag: int, odd: str) -> None:
+    """One request with an option that speculation did not serve turned speculation off for the whole batch."""
+
+    def others(option: dict[str, object] | None) -> list[list[tuple[int, int, int, Method]]]:
+        harness = Harness(config(num_blocks=256), FixedDepth(3), lag)
+        requests = [harness.add(length, max_tokens=20) for length in (5, 9)]
+        if option is not None:
+            arguments = {"sampling": GREEDY, "speculation": SpeculationParams()} | option
+            stop = StopParams(max_tokens=20)
+            odd_one = harness.scheduler.add(2, (1, 2, 3), stop=stop, now=0.0, **arguments)  # type: ignore[arg-type]
+            harness.requests[2] = odd_one
+        requests.append(harness.add(3, max_tokens=20))
+        harness.drain()
+        return [[(w.num_tokens, w.num_drafts, w.draft_catch_up, w.method) for w in harness.works(r)] for r in requests]
+
+    assert others(ODD[odd]) == others({}) == others(None)
+
+
+@both_lags
+def test_case_23_several_completions_of_one_do_not_change_the_others(lag: int) -> None:
+    """n > 1 was what turned it off."""
+    harness = Harness(config(num_blocks=256), FixedDepth(3), lag)
+    alone = harness.add(13, max_tokens=20)
+    group = harness.add_group(4, 13, max_tokens=20)
+    harness.drain()
+    depths = [[work.num_drafts for work in harness.works(request)] for request in (alone, *group)]
+    assert depths[0] == depths[1]
+    assert depths[2] == depths[3] == depths[4]
+    assert all(request.counts.drafted == request.counts.accepted > 10 for request in (alone, *group))
 
 
 def test_the_stream_of_accepted_tokens_is_the_models() -> None:

@@ -59,15 +59,16 @@ def try_add(
     spread: int | None,
     stop_at: int | None,
     ignore_eos: bool,
+    sibling: Request | None = None,
 ) -> Request | None:
-    """Add a request; None if it was refused, for a reason that holds."""
+    """Add a request, to the prompt of `sibling` if there is one; None if it was refused, for a reason that holds."""
     config = harness.config
-    prompt = prompt_of(prompt_len, salt=len(harness.requests))
+    prompt = prompt_of(prompt_len, salt=len(harness.requests)) if sibling is None else sibling.prompt_token_ids
     stop_ids = () if stop_at is None else (reference_output(prompt, stop_at + 1)[-1],)
     max_depth = None if spread is None else min_depth + spread
-    total = min(prompt_len + (max_tokens or MAX_MODEL_LEN), MAX_MODEL_LEN)
+    total = min(len(prompt) + (max_tokens or MAX_MODEL_LEN), MAX_MODEL_LEN)
     try:
-        return harness.add(prompt, max_tokens, method, min_depth, max_depth, stop_ids, ignore_eos)
+        return harness.add(prompt, max_tokens, method, min_depth, max_depth, stop_ids, ignore_eos, sibling=sibling)
     except ResourceExhausted:
         assert total > config.num_blocks * config.block_size
     except Unavailable:
@@ -129,6 +130,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         try_add(self.harness, prompt_len, max_tokens, method, min_depth, spread, stop_at, ignore_eos)
 
+    @rule(n=st.integers(2, 4), prompt_len=st.integers(1, 12), max_tokens=st.none() | st.integers(1, 12))
+    def add_group(self, n: int, prompt_len: int, max_tokens: int | None) -> None:
+        """The completions of one prompt as the engine queues them: together, and alike."""
+        leader = None
+        for _ in range(n):
+            leader = try_add(self.harness, prompt_len, max_tokens, None, 0, None, None, False, leader) or leader
+
+    @precondition(lambda self: self.harness.live)
+    @rule(
+        index=st.integers(0, 9),
+        max_tokens=st.none() | st.integers(1, 12),
+        method=st.none() | st.sampled_from(Method),
+        stop_at=st.none() | st.integers(0, 8),
+    )
+    def add_sibling(self, index: int, max_tokens: int | None, method: Method | None, stop_at: int | None) -> None:
+        """One more completion of a live prompt, at any stage, and with limits of its own."""
+        live = self.harness.live
+        try_add(self.harness, 0, max_tokens, method, 0, None, stop_at, False, live[index % len(live)])
+
     @precondition(lambda self: self.harness.live)
     @rule(index=st.integers(0, 9))
     def abort(self, index: int) -> None:
@@ -163,7 +183,7 @@ TestSchedulerMachine.settings = settings(
 
 def test_a_thousand_sequences() -> None:
     """1,000 seeded sequences of 50 to 80 operations: every invariant after each, every request ends exactly once."""
-    operations = preemptions = preempting = aborted = finished = drafted = 0
+    operations = preemptions = preempting = aborted = finished = drafted = sharing = sharing_again = 0
     for seed in range(1000):
         harness, done = run_sequence(random.Random(seed))
         assert done >= 50
@@ -173,6 +193,10 @@ def test_a_thousand_sequences() -> None:
         aborted += len(harness.aborted)
         finished += len(harness.finished)
         drafted += sum(result.num_drafted for result in harness.results)
+        for request in harness.requests.values():
+            shares = [bool(admission.block_ids) for admission in harness.admissions(request)]
+            sharing += any(shares)
+            sharing_again += any(shares[1:])
     # Not vacuous: each of these happened often.
     assert operations >= 50_000
     assert preempting >= 500, f"{preempting} sequences preempted"
@@ -180,6 +204,8 @@ def test_a_thousand_sequences() -> None:
     assert aborted >= 1000, aborted
     assert finished >= 5000, finished
     assert drafted >= 10_000, drafted
+    assert sharing >= 1000, f"{sharing} requests shared blocks"
+    assert sharing_again >= 50, f"{sharing_again} requests shared blocks after a preemption"
 
 
 def run_sequence(rng: random.Random) -> tuple[Harness, int]:
@@ -196,7 +222,20 @@ def run_sequence(rng: random.Random) -> tuple[Harness, int]:
     harness = Harness(config, rng.choice(POLICIES)(), rng.randint(0, 1), right, rng.choice([1, 99]))
     operations = rng.randint(50, 80)
     for _ in range(operations):
-        match rng.choices(["step", "add", "abort"], weights=[60, 35, 5])[0]:
+        match rng.choices(["step", "add", "sibling", "abort"], weights=[60, 22, 13, 5])[0]:
+            case "sibling" if harness.live:
+                for _ in range(rng.randint(1, 3)):
+                    try_add(
+                        harness,
+                        prompt_len=0,
+                        max_tokens=rng.randint(1, 12),
+                        method=rng.choice([None, *Method]),
+                        min_depth=0,
+                        spread=rng.choice([None, None, 0, 2]),
+                        stop_at=rng.choice([None, None, rng.randint(0, 8)]),
+                        ignore_eos=rng.random() < 0.3,
+                        sibling=rng.choice(harness.live),
+                    )
             case "add":
                 try_add(
                     harness,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,10 +17,14 @@ from paceline.core.stopping import cut_run
 EOS = 90
 
 
-def request(max_tokens: int | None = 5, stop_ids: tuple[int, ...] = (), ignore_eos: bool = False) -> Request:
+def request(
+    max_tokens: int | None = 5, stop_ids: tuple[int, ...] = (), ignore_eos: bool = False, min_tokens: int = 0
+) -> Request:
     """A request with a prompt of 4 tokens and a model of 12."""
     harness = Harness(SchedulerConfig(num_blocks=4, max_model_len=12))
-    return harness.add(4, max_tokens, stop_ids=stop_ids, ignore_eos=ignore_eos)
+    made = harness.add(4, max_tokens, stop_ids=stop_ids, ignore_eos=ignore_eos)
+    made.stop = replace(made.stop, min_tokens=min_tokens)
+    return made
 
 
 def test_a_run_without_an_end_stays_whole() -> None:
@@ -72,6 +78,24 @@ def test_tokens_of_earlier_steps_count() -> None:
     assert cut_run(subject, (4, 5, 6), ()) == ((4, 5), Finish(FinishReason.MAX_TOKENS))
 
 
+@pytest.mark.parametrize("emitted", range(4))
+def test_the_first_min_tokens_tokens_do_not_stop(emitted: int) -> None:
+    """Case 12: they are counted as tokens, over steps and inside a run."""
+    subject = request(max_tokens=None, stop_ids=(7,), min_tokens=3)
+    subject.output_token_ids += [7, EOS, 7][:emitted]
+    run = (EOS, 7, EOS, 7, EOS)
+    finish = cut_run(subject, run[emitted:], (EOS,))
+    assert finish == ((EOS, 7, EOS, 7)[emitted:], Finish(FinishReason.STOP_TOKEN, None, 7))
+
+
+def test_min_tokens_does_not_move_a_length() -> None:
+    assert cut_run(request(3, min_tokens=3), (1, EOS, EOS, EOS), (EOS,)) == (
+        (1, EOS, EOS),
+        Finish(FinishReason.MAX_TOKENS),
+    )
+    assert cut_run(request(min_tokens=4), (EOS,) * 3, (EOS,)) == ((EOS,) * 3, None)
+
+
 @settings(deadline=None, derandomize=True, database=None)
 @given(
     run=st.lists(st.integers(0, 5), min_size=1, max_size=9).map(tuple),
@@ -79,11 +103,17 @@ def test_tokens_of_earlier_steps_count() -> None:
     eos=st.sets(st.integers(0, 5), max_size=2).map(tuple),
     max_tokens=st.integers(1, 8),
     ignore_eos=st.booleans(),
+    min_tokens=st.integers(0, 8),
 )
 def test_a_run_ends_where_its_tokens_one_by_one_would(
-    run: tuple[int, ...], stops: tuple[int, ...], eos: tuple[int, ...], max_tokens: int, ignore_eos: bool
+    run: tuple[int, ...],
+    stops: tuple[int, ...],
+    eos: tuple[int, ...],
+    max_tokens: int,
+    ignore_eos: bool,
+    min_tokens: int,
 ) -> None:
-    subject = request(max_tokens, stops, ignore_eos)
+    subject = request(max_tokens, stops, ignore_eos, min(min_tokens, max_tokens))
     whole = cut_run(subject, run, eos)
     emitted: tuple[int, ...] = ()
     finish = None

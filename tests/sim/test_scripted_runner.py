@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.params import Method, SamplingParams
+from paceline.core.params import Method
 from paceline.core.plan import Admission, SequenceWork, StepPlan, StepResult
 from paceline.sim import ScriptedRunner, next_token, reference_output
 
 PROMPT = (5, 6, 7)
-GREEDY = SamplingParams(temperature=0.0)
 
 
 class Driver:
@@ -22,7 +21,7 @@ class Driver:
         self.method = method
         self.num_steps = 0
         self.blocks = 0
-        self.admitted: tuple[Admission, ...] = (Admission(1, prompt, GREEDY),)
+        self.admitted: tuple[Admission, ...] = (Admission(1, prompt, len(prompt)),)
 
     def step(
         self, num_tokens: int, drafts: int = 0, catch_up: int = 0, new_blocks: int = 0, samples: bool = True
@@ -92,17 +91,49 @@ def test_finds_a_block_that_was_given_away() -> None:
     driver = Driver()
     driver.step(3, new_blocks=3)
     thief = SequenceWork(2, 1, True, new_block_ids=(0,))
-    driver.runner.execute(StepPlan(1, (), (Admission(2, (9,), GREEDY),), (thief,)))
+    driver.runner.execute(StepPlan(1, (), (Admission(2, (9,), 1),), (thief,)))
     with pytest.raises(AssertionError, match="request 1: target KV at 0 is 9, expected 5"):
         driver.step(1)
 
 
 def test_finds_a_block_in_two_tables_of_one_step() -> None:
     runner = ScriptedRunner(4, 2)
-    admitted = (Admission(1, (1, 2), GREEDY), Admission(2, (3, 4), GREEDY))
+    admitted = (Admission(1, (1, 2), 2), Admission(2, (3, 4), 2))
     works = (SequenceWork(1, 2, True, new_block_ids=(0,)), SequenceWork(2, 2, True, new_block_ids=(0,)))
     with pytest.raises(AssertionError, match="request 1: target KV at 0"):
         runner.execute(StepPlan(0, (), admitted, works))
+
+
+@pytest.mark.parametrize(("prompt", "fault"), [(PROMPT, None), ((5, 9, 7), "request 2: target KV at 1 is 6")])
+def test_shared_blocks_hold_the_prompt_or_are_found_out(prompt: tuple[int, ...], fault: str | None) -> None:
+    driver = Driver()
+    driver.step(3, catch_up=3, new_blocks=2)
+    shares = Admission(2, prompt, len(prompt), block_ids=(0,), num_computed=2, num_draft_computed=2)
+    plan = StepPlan(1, (), (shares,), (SequenceWork(2, 1, True, new_block_ids=(7,)),))
+    if fault is None:
+        assert driver.runner.execute(plan).sequences[0].token_ids == (next_token(prompt),)
+    else:
+        with pytest.raises(AssertionError, match=fault):
+            driver.runner.execute(plan)
+
+
+def test_finds_shared_blocks_without_draft_kv() -> None:
+    driver = Driver()
+    driver.step(3, new_blocks=2)
+    shares = Admission(2, PROMPT, len(PROMPT), block_ids=(0,), num_computed=2, num_draft_computed=2)
+    work = SequenceWork(2, 1, True, 1, Method.DRAFT_MODEL, 1, (7,))
+    with pytest.raises(AssertionError, match="request 2: draft KV at 0 is -1, expected 5"):
+        driver.runner.execute(StepPlan(1, (), (shares,), (work,)))
+
+
+def test_finds_a_write_into_a_shared_block() -> None:
+    """Of a request that believes less to be computed than is shared, and has another token there."""
+    driver = Driver()
+    driver.step(3, catch_up=3, new_blocks=2)
+    shares = Admission(2, (5, 9, 7), 3, block_ids=(0,), num_computed=1)
+    works = (SequenceWork(2, 2, True, new_block_ids=(7,)), SequenceWork(1, 1, True))
+    with pytest.raises(AssertionError, match="request 1: target KV at 1 is 9, expected 6"):
+        driver.runner.execute(StepPlan(1, (), (shares,), works))
 
 
 def test_finds_a_miscounted_step() -> None:
@@ -115,7 +146,7 @@ def test_finds_a_miscounted_step() -> None:
 def test_finds_a_double_admission() -> None:
     driver = Driver()
     driver.step(3, new_blocks=2)
-    driver.admitted = (Admission(1, PROMPT, GREEDY),)
+    driver.admitted = (Admission(1, PROMPT, len(PROMPT)),)
     with pytest.raises(AssertionError, match="admitted twice"):
         driver.step(3, new_blocks=2)
 
@@ -131,5 +162,5 @@ def test_a_released_request_may_be_admitted_again() -> None:
     driver = Driver()
     driver.step(3, new_blocks=2)
     work = SequenceWork(1, 3, True, new_block_ids=(4, 5))
-    again = StepPlan(1, (1,), (Admission(1, PROMPT, GREEDY),), (work,))
+    again = StepPlan(1, (1,), (Admission(1, PROMPT, len(PROMPT)),), (work,))
     assert driver.runner.execute(again).sequences[0].token_ids == (next_token(PROMPT),)

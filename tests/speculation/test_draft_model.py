@@ -5,27 +5,44 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import paceline_kernels as ops
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth import DepthCandidate
-from paceline.core.params import Method, SamplingParams, StopParams
-from paceline.core.plan import SequenceWork
+from paceline.core.params import (
+    Constraints,
+    Method,
+    SamplingParams,
+    SequenceParams,
+    SpeculationParams,
+    StopParams,
+    Verification,
+)
+from paceline.core.plan import Admission, SequenceWork
 from paceline.core.scheduler import Scheduler
 from paceline.core.sequence import Sequence
-from paceline.models import load_model
+from paceline.models import Decoder, load_model
 from paceline.runner import Draft, KVCache, ModelRunner
-from paceline.runner.sampler import distribution
+from paceline.runner.positions import Positions
+from paceline.runner.sampler import distribution_, edit_
+from paceline.runner.verification.coupled import choose_
 from paceline.sim import Arrival, VirtualClock, simulate
 from paceline.speculation import DraftModel
+from runner.rows import Following
 from support.pairs import tiny_pair
 
 CPU = torch.device("cpu")
 BLOCKS, BLOCK_SIZE = 24, 4
+TOLERANCE = 1e-4  # of logits, between us and transformers
+DRAWN = (Verification.TOKEN_WISE, Verification.BLOCK)
 
 
 class Cycle:
@@ -39,29 +56,42 @@ class Cycle:
 
 
 class Checked(DraftModel):
-    """Compares every proposal with a forward from scratch by transformers."""
+    """Compares every proposal with a forward from scratch by transformers, behind the request's own processors."""
 
     reference: torch.nn.Module
-    drafted = 0
+
+    def __init__(self, model: Decoder, kv_cache: KVCache, seed: int) -> None:
+        super().__init__(model, kv_cache, seed)
+        self.drafted = dict.fromkeys(Verification, 0)
 
     def propose(self, batch: Seq[tuple[Sequence, SequenceWork]]) -> list[Draft]:
         texts = [list(sequence.token_ids) for sequence, _ in batch]
         drafts = super().propose(batch)
         for (sequence, work), text, draft in zip(batch, texts, drafts, strict=True):
+            assert sequence.token_ids == text
             assert len(draft.token_ids) == work.num_drafts
-            if not draft.token_ids:
-                continue
-            rows = self.reference(torch.tensor([text + draft.token_ids])).logits[0, len(text) - 1 : -1]
-            if sequence.sampling.greedy:
-                assert draft.probs is None
-                for row, token in zip(rows, draft.token_ids, strict=True):
-                    assert row[token] > row.max() - 1e-4
-            else:
-                assert draft.probs is not None
-                expected = distribution(rows, [sequence.sampling] * len(rows))
-                torch.testing.assert_close(draft.probs, expected, atol=1e-4, rtol=1e-3)
-            self.drafted += len(draft.token_ids)
+            if draft.token_ids:
+                rows = self.reference(torch.tensor([text + draft.token_ids])).logits[0, len(text) - 1 : -1]
+                self.compare(rows.clone(), sequence, draft)
         return drafts
+
+    def compare(self, rows: Tensor, sequence: Sequence, draft: Draft) -> None:
+        positions = Positions(sequence, draft.token_ids[:-1])
+        assert edit_(rows, [positions]) == []
+        rule = sequence.params.verification
+        self.drafted[rule] += len(draft.token_ids)
+        if rule in DRAWN:
+            assert draft.probs is not None
+            q = draft.probs[draft.first_row : draft.first_row + len(draft.token_ids)]
+            torch.testing.assert_close(q, distribution_(rows, [positions]), atol=1e-4, rtol=1e-3)
+            assert (q.gather(1, torch.tensor(draft.token_ids)[:, None]) > 0).all()
+            return
+        # A token that was chosen is chosen again once it is ahead of whatever was as good but for rounding.
+        assert draft.probs is None
+        chosen = torch.tensor(draft.token_ids)
+        rows[torch.arange(len(rows)), chosen] += TOLERANCE
+        again = choose_(rows, [positions]) if rule is Verification.COUPLED else ops.argmax(rows)
+        assert again.tolist() == draft.token_ids
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +99,22 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.01)
 
 
+PENALTIES = {"repetition_penalty": 1.25, "presence_penalty": 0.5, "frequency_penalty": 0.75}
+KINDS = [
+    (SamplingParams(temperature=0.9, top_p=0.9), SpeculationParams()),
+    (SamplingParams(temperature=0.0), SpeculationParams()),
+    (SamplingParams(temperature=0.75, top_k=40, seed=5, logit_bias=((7, 2.0),)), SpeculationParams()),
+    (SamplingParams(**PENALTIES), SpeculationParams(verification=Verification.TOKEN_WISE)),
+    (SamplingParams(temperature=0.0, **PENALTIES), SpeculationParams()),
+    (SamplingParams(seed=6, **PENALTIES), SpeculationParams()),
+    (SamplingParams(min_p=0.125, allowed_token_ids=tuple(range(0, 320, 2))), SpeculationParams()),
+]
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("depths", [(3,), (0, 0, 2), (1, 5, 0, 0, 0, 0, 4)], ids=str)
 def test_proposals_are_the_draft_models_own(pair: tuple[Path, Path], depths: tuple[int, ...], lag: int) -> None:
+    """For every rule, with penalties and truncation, with several sequences and rules in a batch."""
     target, draft = (load_model(path, torch.float32, CPU) for path in pair)
     drafter = Checked(draft, KVCache(draft.config, BLOCKS, BLOCK_SIZE, torch.float32, CPU), seed=3)
     drafter.reference = AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.float32)
@@ -93,12 +136,114 @@ def test_proposals_are_the_draft_models_own(pair: tuple[Path, Path], depths: tup
             request_id=i,
             prompt_token_ids=tuple(rng.randrange(1, 320) for _ in range(rng.choice([1, 3, 20, 33]))),
             stop=StopParams(max_tokens=rng.randint(2, 31), ignore_eos=True),
-            sampling=SamplingParams(temperature=0.0 if i % 2 else 0.9, top_p=0.9),
+            sampling=KINDS[i % len(KINDS)][0],
+            speculation=KINDS[i % len(KINDS)][1],
         )
-        for i in range(10)
+        for i in range(14)
     ]
     with torch.inference_mode():
         trace = simulate(Scheduler(config, Cycle(*depths)), runner, arrivals, VirtualClock(), lag=lag, check=True)
-    assert drafter.drafted > 20
+    assert all(drafter.drafted.values()), drafter.drafted
+    assert sum(drafter.drafted.values()) > 40
     assert sum(stats.accepted_tokens for stats in trace.finished.values()) > 5
     assert sum(stats.preemptions for stats in trace.finished.values()) > 0, "the pool is meant to be too small"
+
+
+# -- proposals by hand ------------------------------------------------------------------------------------------------
+
+PROMPT = (3, 1, 4, 1, 5, 9)
+
+
+@pytest.fixture
+def drafter(pair: tuple[Path, Path]) -> DraftModel:
+    model = load_model(pair[1], torch.float32, CPU)
+    return DraftModel(model, KVCache(model.config, BLOCKS, BLOCK_SIZE, torch.float32, CPU), seed=3)
+
+
+def admitted(
+    place: int, depth: int, params: SequenceParams, prompt: Seq[int] = PROMPT
+) -> tuple[Sequence, SequenceWork]:
+    """A sequence that the draft model has not seen, with blocks of its own."""
+    blocks = tuple(range(6 * place, 6 * place + 6))
+    sequence = Sequence(Admission(place, tuple(prompt), len(prompt), params))
+    work = SequenceWork(place, len(prompt), True, depth, Method.DRAFT_MODEL, len(prompt), blocks)
+    sequence.extend(work)
+    return sequence, work
+
+
+def ending_in(*tokens: int) -> Constraints:
+    """Each token must be followed by the next, and nothing may follow the last; `PROMPT` is not looked at."""
+    table = np.zeros((320, 320), np.bool_)
+    table[tokens[:-1], tokens[1:]] = True
+    return Constraints(grammar=Following(table, last=tokens[0]))
+
+
+def params_of(verification: Verification, constraints: Constraints = Constraints()) -> SequenceParams:
+    sampling = {
+        Verification.GREEDY: SamplingParams(temperature=0.0),
+        Verification.COUPLED: SamplingParams(seed=1),
+    }.get(verification, SamplingParams())
+    return SequenceParams(sampling, constraints, verification=verification)
+
+
+@pytest.mark.parametrize("verification", Verification)
+def test_drafts_follow_the_mask_of_their_position(drafter: DraftModel, verification: Verification) -> None:
+    """Each is forced by the one before."""
+    batch = [admitted(0, 3, params_of(verification, ending_in(9, 300, 20, 7)))]
+    (draft,) = drafter.propose(batch)
+    assert draft.token_ids == [300, 20, 7]
+    if verification in DRAWN:
+        assert draft.probs is not None
+        assert draft.probs[draft.first_row :][:3].tolist() == torch.eye(320)[[300, 20, 7]].tolist()
+
+
+@pytest.mark.parametrize("verification", Verification)
+def test_where_no_token_is_allowed_the_proposal_ends_and_others_go_on(
+    drafter: DraftModel, verification: Verification
+) -> None:
+    """At the third, at the second, and at the first draft; beside a sequence of every rule."""
+    dying = [ending_in(9, 300, 20), ending_in(9, 300), ending_in(9)]
+    batch = [admitted(place, 4, params_of(verification, constraints)) for place, constraints in enumerate(dying)]
+    batch.insert(1, admitted(3, 4, params_of(Verification.GREEDY)))
+    drafts = drafter.propose(batch)
+    assert [draft.token_ids for draft in drafts[:1] + drafts[2:]] == [[300, 20], [300], []]
+    assert drafts[3].probs is None
+    assert len(drafts[1].token_ids) == 4
+    for draft in (drafts[0], drafts[2]):
+        if verification in DRAWN:
+            assert draft.probs is not None
+            rows = draft.probs[draft.first_row : draft.first_row + len(draft.token_ids)]
+            assert rows.argmax(-1).tolist() == draft.token_ids
+        else:
+            assert draft.probs is None
+    (alone,) = drafter.propose([admitted(3, 4, params_of(Verification.GREEDY))])
+    assert alone.token_ids == drafts[1].token_ids
+    for sequence, work in batch:  # what was fed in: all known tokens, and every draft that another was drawn behind
+        fed = sequence.num_draft_computed - len(PROMPT)
+        assert 0 <= fed <= work.num_drafts - 1
+
+
+def test_drawn_drafts_of_a_step_share_their_rows_of_q(drafter: DraftModel) -> None:
+    """Of different depths, with drafts between them that are not drawn."""
+    rules = [Verification.BLOCK, Verification.GREEDY, Verification.TOKEN_WISE, Verification.BLOCK]
+    batch = [
+        admitted(i, depth, params_of(rule)) for i, (rule, depth) in enumerate(zip(rules, [2, 3, 4, 0], strict=True))
+    ]
+    block, greedy, token_wise, nothing = drafter.propose(batch)
+    assert block.probs is token_wise.probs is not None
+    assert greedy.probs is None
+    assert nothing == Draft([], None, nothing.first_row)
+    spans = [range(d.first_row, d.first_row + len(d.token_ids)) for d in (block, token_wise)]
+    assert sorted([*spans[0], *spans[1]]) == list(range(len(block.probs)))
+    torch.testing.assert_close(block.probs.sum(-1), torch.ones(6))
+
+
+def test_a_seeded_draft_is_the_same_in_every_batch_and_at_every_depth(drafter: DraftModel) -> None:
+    """And not that of another seed."""
+    params = params_of(Verification.COUPLED)
+    (whole,) = drafter.propose([admitted(0, 4, params)])
+    others = [admitted(1, 3, params_of(Verification.BLOCK)), admitted(2, 2, params), admitted(3, 1, params)]
+    _, two, one = drafter.propose(others)
+    assert (two.token_ids, one.token_ids) == (whole.token_ids[:2], whole.token_ids[:1])
+    (other,) = drafter.propose([admitted(0, 4, replace(params, sampling=SamplingParams(seed=2)))])
+    assert other.token_ids != whole.token_ids

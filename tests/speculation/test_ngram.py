@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.core.params import Method, SamplingParams
+from paceline.core.params import Method
 from paceline.core.plan import Admission, SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.speculation import Ngram
@@ -22,7 +22,7 @@ def propose(drafter: Ngram, sequence: Sequence, depth: int) -> list[int]:
 
 
 def sequence_of(token_ids: list[int], request_id: int = 1) -> Sequence:
-    return Sequence(Admission(request_id, tuple(token_ids), SamplingParams()))
+    return Sequence(Admission(request_id, tuple(token_ids), len(token_ids)))
 
 
 def naive(token_ids: list[int], depth: int) -> list[int]:

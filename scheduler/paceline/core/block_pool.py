@@ -30,6 +30,12 @@ class BlockPool:
             self.ref_counts[block] = 1
         return blocks
 
+    def hold(self, blocks: list[int]) -> None:
+        """Add one reference to each block, all of them owned."""
+        for block in blocks:
+            assert self.ref_counts[block] > 0, f"block {block} is free"
+            self.ref_counts[block] += 1
+
     def release(self, blocks: list[int]) -> None:
         """Drop one reference of each block, the last of a table first: later blocks are the less likely to be
         reused.

@@ -42,6 +42,16 @@ class KVCacheManager:
         self._tables.setdefault(request_id, []).extend(blocks)
         return blocks
 
+    def share(self, source_id: int, request_id: int, num_blocks: int) -> tuple[int, ...]:
+        """Begin a request's table with the first blocks of another's, which both hold from now on. Neither writes to
+        them again: they are full.
+        """
+        assert request_id not in self._tables, f"request {request_id} has blocks already"
+        blocks = self._tables[source_id][:num_blocks]
+        self.pool.hold(blocks)
+        self._tables[request_id] = blocks
+        return tuple(blocks)
+
     def free(self, request_id: int) -> None:
         """Release every block of the request. No table: no effect."""
         self.pool.release(self._tables.pop(request_id, []))
@@ -54,5 +64,5 @@ class KVCacheManager:
         held = Counter(block for table in self._tables.values() for block in table)
         for block, count in enumerate(self.pool.ref_counts):
             assert held[block] == count, f"block {block}: {held[block]} table entries, {count} references"
-        # No blocks are shared yet, so none may stand in two tables.
-        assert all(count == 1 for count in held.values()), "a block stands in two tables"
+        for request_id, table in self._tables.items():
+            assert len(set(table)) == len(table), f"request {request_id}: a block stands in the table twice"

@@ -6,11 +6,18 @@ import enum
 import math
 from dataclasses import dataclass
 
+from paceline.core.grammar import Grammar
 from paceline.errors import InvalidArgument
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 256
+LARGEST_BIAS = 100.0
+LARGEST_PENALTY = 2.0
+LARGEST_SEED = (1 << 64) - 1
 
 
 class Method(enum.StrEnum):
@@ -21,31 +28,104 @@ class Method(enum.StrEnum):
     DRAFT_MODEL = "draft_model"
 
 
+class Verification(enum.StrEnum):
+    """The rule by which drafts are kept. All are exact; they differ in how many they keep and what noise they use."""
+
+    GREEDY = "greedy"
+    TOKEN_WISE = "token_wise"
+    BLOCK = "block"
+    COUPLED = "coupled"
+
+
+class LogprobsMode(enum.StrEnum):
+    """Of which distribution logprobs are told."""
+
+    RAW = "raw"  # of the model, before every processor
+    PROCESSED = "processed"  # of what was sampled from
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the target's logits become a distribution.
+    """How the target's logits become a distribution. Order and meaning are those of vLLM, `runner/sampler.py` has them.
 
     Attributes:
         temperature: 0 is greedy (argmax, ties to the lowest id).
-        top_k: keep the k most probable tokens; 0 keeps all.
+        top_k: keep the k most probable tokens and those that tie with the last of them; 0 keeps all.
         top_p: keep the smallest set of most probable tokens whose mass reaches top_p.
+        min_p: keep tokens at least this probable, relative to the most probable one.
+        typical_p: keep the tokens whose surprise is nearest to the entropy, up to this mass.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the completion.
+        presence_penalty: taken off the logits of tokens in the completion.
+        frequency_penalty: taken off as often as a token stands in the completion.
+        logit_bias: (token id, bias) pairs, each id once, added before the penalties.
+        allowed_token_ids: only these may be sampled; empty allows all.
+        bad_words: texts whose last token is never sampled behind the tokens before it.
+        seed: makes the completion a function of weights, prompt, parameters and seed alone.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise InvalidArgument("sampling.temperature", self.temperature, "a finite number >= 0")
         if self.top_k < 0:
             raise InvalidArgument("sampling.top_k", self.top_k, "an integer >= 0 (0 keeps every token)")
-        if not 0 < self.top_p <= 1:
-            raise InvalidArgument("sampling.top_p", self.top_p, "in (0, 1]")
+        for name in ("top_p", "typical_p"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InvalidArgument(f"sampling.{name}", getattr(self, name), "in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise InvalidArgument("sampling.min_p", self.min_p, "in [0, 1]")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise InvalidArgument("sampling.repetition_penalty", self.repetition_penalty, "a finite number > 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= LARGEST_PENALTY:
+                raise InvalidArgument(
+                    f"sampling.{name}", getattr(self, name), f"between {-LARGEST_PENALTY} and {LARGEST_PENALTY}"
+                )
+        self._check_bias()
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidArgument("sampling.bad_words", f"{len(self.bad_words)} words", f"at most {MAX_BAD_WORDS}")
+        for word in self.bad_words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
+                raise InvalidArgument("sampling.bad_words", word, f"words of 1 to {MAX_BAD_WORD_CHARS} characters")
+        if self.seed is not None and not 0 <= self.seed <= LARGEST_SEED:
+            raise InvalidArgument("sampling.seed", self.seed, "an integer in 0..2^64-1")
+
+    def _check_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            allowed = f"at most {MAX_LOGIT_BIASES} tokens"
+            raise InvalidArgument("sampling.logit_bias", f"{len(self.logit_bias)} tokens", allowed)
+        if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InvalidArgument("sampling.logit_bias", self.logit_bias, "one bias for each token")
+        for token_id, bias in self.logit_bias:
+            if not abs(bias) <= LARGEST_BIAS:
+                allowed = f"biases between {-LARGEST_BIAS} and {LARGEST_BIAS}"
+                raise InvalidArgument("sampling.logit_bias", {token_id: bias}, allowed)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Logits depend on the tokens before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def truncated(self) -> bool:
+        """Improbable tokens are cut away."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +138,9 @@ class StopParams:
             `include_stop_string`.
         token_ids: stop ids; the id itself ends the completion's ids and is no part of its text.
         ignore_eos: the model's end-of-sequence ids do not end the completion.
+        min_tokens: completion tokens at least: before, stop ids and end-of-sequence ids are not sampled and stop
+            strings do not count.
+        include_special_tokens: special tokens are shown in the text.
     """
 
     max_tokens: int | None = None
@@ -65,10 +148,16 @@ class StopParams:
     token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_string: bool = False
+    min_tokens: int = 0
+    include_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidArgument("stop.max_tokens", self.max_tokens, "an integer >= 1")
+        if self.min_tokens < 0:
+            raise InvalidArgument("stop.min_tokens", self.min_tokens, "an integer >= 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidArgument("stop.min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         if len(self.strings) > MAX_STOP_STRINGS:
             raise InvalidArgument("stop.strings", f"{len(self.strings)} strings", f"at most {MAX_STOP_STRINGS} strings")
         if len(self.token_ids) > MAX_STOP_TOKEN_IDS:
@@ -86,11 +175,13 @@ class SpeculationParams:
         method: how drafts are made; None leaves the choice to the server.
         min_depth: lowest depth the policy may choose (the end of a completion or of memory still goes below it).
         max_depth: highest depth; None leaves it to the server.
+        verification: TOKEN_WISE or BLOCK for a sampled request without a seed; None for the best, BLOCK.
     """
 
     method: Method | None = None
     min_depth: int = 0
     max_depth: int | None = None
+    verification: Verification | None = None
 
     def __post_init__(self) -> None:
         if self.min_depth < 0:
@@ -99,3 +190,86 @@ class SpeculationParams:
             raise InvalidArgument(
                 "speculation.max_draft_tokens", self.max_depth, f"an integer >= min_draft_tokens ({self.min_depth})"
             )
+
+    def rule_for(self, sampling: SamplingParams) -> Verification:
+        """The rule for a request: its temperature and seed decide; `verification` chooses where they leave a choice.
+
+        Raises:
+            InvalidArgument: a rule that the request cannot be verified by.
+        """
+        if sampling.greedy:
+            own, possible = Verification.GREEDY, {Verification.GREEDY}
+        elif sampling.seed is not None:
+            own, possible = Verification.COUPLED, {Verification.COUPLED}
+        else:
+            own, possible = Verification.BLOCK, {Verification.BLOCK, Verification.TOKEN_WISE}
+        if self.verification is None:
+            return own
+        if self.verification not in possible:
+            kind = "greedy" if sampling.greedy else "seeded" if sampling.seed is not None else "unseeded, sampled"
+            allowed = f"{' or '.join(sorted(possible))}, or unset, for a {kind} request"
+            raise InvalidArgument("speculation.verification", str(self.verification), allowed)
+        return self.verification
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsParams:
+    """Which logprobs come with the tokens; None means none.
+
+    Attributes:
+        completion: most probable tokens told besides each token of the completion.
+        prompt: the same for each token of the prompt but the first.
+    """
+
+    completion: int | None = None
+    prompt: int | None = None
+    mode: LogprobsMode = LogprobsMode.RAW
+
+    def __post_init__(self) -> None:
+        for name, count in (("logprobs", self.completion), ("prompt_logprobs", self.prompt)):
+            if count is not None and count < 0:
+                raise InvalidArgument(f"output.{name}", count, "an integer >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What a completion may not contain, in token ids; the engine makes them out of the request.
+
+    Attributes:
+        bad_words: token sequences that are not completed.
+        stop_token_ids: not sampled before there are `min_tokens` tokens.
+        grammar: what the completion must match.
+        ends_with_grammar: the completion ends where the grammar does, since no end-of-sequence id can say so.
+    """
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+    ends_with_grammar: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceParams:
+    """All that the runner has to know about one completion.
+
+    Attributes:
+        choice: which of the request's n completions it is.
+    """
+
+    sampling: SamplingParams = SamplingParams()
+    constraints: Constraints = Constraints()
+    logprobs: LogprobsParams = LogprobsParams()
+    verification: Verification = Verification.BLOCK
+    choice: int = 0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Something besides temperature and truncation changes the logits."""
+        sampling, constraints = self.sampling, self.constraints
+        return (
+            sampling.penalised
+            or bool(sampling.logit_bias or sampling.allowed_token_ids or constraints.bad_words)
+            or constraints.grammar is not None
+            or constraints.min_tokens > 0
+        )

@@ -13,7 +13,7 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.core.params import Method, SamplingParams
+from paceline.core.params import Method, SequenceParams
 
 
 class FinishReason(enum.StrEnum):
@@ -22,15 +22,17 @@ class FinishReason(enum.StrEnum):
     STOP_TOKEN = "stop_token"
     MAX_TOKENS = "max_tokens"
     CONTEXT_LENGTH = "context_length"
+    DEAD_END = "dead_end"
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a completion ended, and what matched if something did."""
+    """Why a completion ended, and what matched if something did; `detail` says in words why a dead end is one."""
 
     reason: FinishReason
     stop_string: str | None = None
     stop_token_id: int | None = None
+    detail: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,20 @@ class Admission:
     """A request that enters the batch, or comes back after a preemption.
 
     Attributes:
-        token_ids: the prompt and, after a preemption, everything emitted so far. None of it is computed.
+        token_ids: the prompt and, after a preemption, everything emitted so far.
+        num_prompt_tokens: how many of them are the prompt's.
+        block_ids: blocks that the request shares with another completion of its prompt; full, and never written again.
+        num_computed: tokens whose target KV lies in them; nothing else is computed.
+        num_draft_computed: tokens whose draft KV does.
     """
 
     request_id: int
     token_ids: tuple[int, ...]
-    sampling: SamplingParams
+    num_prompt_tokens: int
+    params: SequenceParams = SequenceParams()
+    block_ids: tuple[int, ...] = ()
+    num_computed: int = 0
+    num_draft_computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,22 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable a token was, and what would have been more so.
+
+    Attributes:
+        logprob: natural logarithm of the token's probability.
+        rank: 1 for the most probable token: 1 + how many are more probable.
+        top_token_ids, top_logprobs: the most probable tokens, best first, ties by id; as many as were asked for.
+    """
+
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceResult:
     """What one request's work brought.
 
@@ -98,8 +124,14 @@ class SequenceResult:
         num_drafted: drafts verified, at most the planned depth (an n-gram may have less to propose).
         num_accepted: drafts kept by the verifier.
         acceptance: for each *reached* draft position, the probability that a draft there is accepted: the overlap
-            sum(min(p, q)), p(x) for one-hot drafts, 0 or 1 for greedy. Positions behind a rejection were not reached.
+            sum(min(p, q)) token-wise, p(x) for one-hot drafts, 0 or 1 for every other rule. Positions behind a
+            rejection were not reached.
         num_draft_computed: known tokens that have draft KV now.
+        logprobs: one for each of `token_ids`, if the request asked for them.
+        prompt_start, prompt_logprobs: those of the prompt tokens from this position on, as far as this step knows them.
+        grammar_end: the completion is whole after so many of `token_ids`; None if not, or if an end-of-sequence id
+            will say so.
+        failure: why nothing can follow `token_ids`, in words: no token is allowed there, or the grammar broke down.
         finish: set by the engine where a stop was found.
     """
 
@@ -109,6 +141,11 @@ class SequenceResult:
     num_accepted: int = 0
     acceptance: tuple[float, ...] = ()
     num_draft_computed: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_start: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    grammar_end: int | None = None
+    failure: str | None = None
     finish: Finish | None = None
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from paceline.core.acceptance import Acceptance
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import Method, SequenceParams, SpeculationParams, StopParams
 from paceline.core.plan import Finish, SequenceWork
 
 
@@ -49,29 +49,33 @@ class Request:
     """Mutated by the scheduler only.
 
     Attributes:
+        params: what the runner has to know about it.
         method: how drafts are made: the request's own choice or the server's.
         max_total_tokens: prompt and completion tokens at most: the request's own limit or the model's.
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
+        num_cached_tokens: prompt tokens whose KV was there when the request was first admitted.
         pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan
             outstanding).
+        siblings: the live completions of the same prompt, itself included, which share the prompt's KV.
     """
 
     def __init__(
         self,
         request_id: int,
         prompt_token_ids: tuple[int, ...],
-        sampling: SamplingParams,
+        params: SequenceParams,
         stop: StopParams,
         speculation: SpeculationParams,
         arrival: float,
         *,
         method: Method,
         max_total_tokens: int,
+        siblings: dict[int, Request] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
-        self.sampling = sampling
+        self.params = params
         self.stop = stop
         self.speculation = speculation
         self.arrival = arrival
@@ -82,7 +86,10 @@ class Request:
         self.output_token_ids: list[int] = []
         self.num_computed_tokens = 0
         self.num_draft_computed = 0
+        self.num_cached_tokens = 0
         self.pending: deque[SequenceWork] = deque()
+        self.siblings = {} if siblings is None else siblings
+        self.siblings[request_id] = self
 
         self.acceptance = Acceptance()
         self.counts = SpeculationCounts()
@@ -128,8 +135,12 @@ class Request:
         """Known tokens without draft KV once every pending result is in, at most."""
         gap = self.num_tokens - self.num_draft_computed
         for work in self.pending:
-            # A draft model that drafted is one token behind, or two after a full acceptance.
-            gap = 2 if work.num_drafts else max(0, gap - work.draft_catch_up) + work.samples
+            if work.num_drafts:
+                # A draft model that drafted is one token behind, or two after a full acceptance. It has seen none of
+                # the drafts that a grammar forced.
+                gap = 2 if self.params.constraints.grammar is None else work.num_drafts + 1
+            else:
+                gap = max(0, gap - work.draft_catch_up) + work.samples
         return gap
 
     @property
@@ -143,6 +154,7 @@ class RequestStats:
     """A finished request's account. Times are in seconds."""
 
     prompt_tokens: int
+    cached_prompt_tokens: int
     completion_tokens: int
     method: Method
     verify_steps: int
@@ -163,6 +175,7 @@ class RequestStats:
         first_token = now if request.first_token is None else request.first_token
         return cls(
             prompt_tokens=len(request.prompt_token_ids),
+            cached_prompt_tokens=request.num_cached_tokens,
             completion_tokens=len(request.output_token_ids),
             method=request.method,
             verify_steps=counts.verify_steps,

@@ -17,7 +17,16 @@ from paceline.core.acceptance import Acceptance
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth import DepthCandidate, DepthPolicy
 from paceline.core.kv_cache_manager import KVCacheManager
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import (
+    Constraints,
+    LogprobsParams,
+    Method,
+    SamplingParams,
+    SequenceParams,
+    SpeculationParams,
+    StopParams,
+    Verification,
+)
 from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.core.queue import RequestQueue
 from paceline.core.request import Request, RequestOutput, RequestStats, RequestStatus
@@ -36,7 +45,7 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running: dict[int, Request] = {}  # in arrival order
         self.requests: dict[int, Request] = {}
-        self.drafter_acceptance: dict[Method, Acceptance] = {}
+        self.drafter_acceptance: dict[tuple[Method, Verification], Acceptance] = {}
         self.forget_acceptance()
         self._released: list[int] = []  # the runner still mirrors these
         self._num_steps = 0
@@ -74,12 +83,21 @@ class Scheduler:
         stop: StopParams,
         speculation: SpeculationParams,
         now: float,
+        *,
+        constraints: Constraints = Constraints(),
+        logprobs: LogprobsParams = LogprobsParams(),
+        choice: int = 0,
+        sibling_id: int | None = None,
     ) -> Request:
         """Queue a request. Ids are never used twice, so that a late result cannot meet a newer request.
 
+        Args:
+            choice: which completion of its prompt it is.
+            sibling_id: another completion of the same prompt, whose KV it shares; it may have ended already.
+
         Raises:
             AlreadyExists: the id is live.
-            InvalidArgument: a lowest depth above the server's highest.
+            InvalidArgument: a lowest depth above the server's highest, a verification rule that does not fit.
             Unavailable: the queue is full.
             PacelineError: whatever `check` refuses.
         """
@@ -88,12 +106,22 @@ class Scheduler:
         if speculation.min_depth > self.config.max_depth:
             allowed = f"at most {self.config.max_depth}, the server's highest depth"
             raise InvalidArgument("speculation.min_draft_tokens", speculation.min_depth, allowed)
+        params = SequenceParams(sampling, constraints, logprobs, speculation.rule_for(sampling), choice)
         max_total = self.check(len(prompt_token_ids), stop)
         if len(self.waiting) >= self.config.max_queued:
             raise Unavailable(f"{len(self.waiting)} requests are waiting, as many as max_queued allows")
         method = self.config.method if speculation.method is None else speculation.method
+        sibling = None if sibling_id is None else self.requests.get(sibling_id)
         request = Request(
-            request_id, prompt_token_ids, sampling, stop, speculation, now, method=method, max_total_tokens=max_total
+            request_id,
+            prompt_token_ids,
+            params,
+            stop,
+            speculation,
+            now,
+            method=method,
+            max_total_tokens=max_total,
+            siblings=None if sibling is None else sibling.siblings,
         )
         self.requests[request_id] = request
         self.waiting.push(request)
@@ -113,7 +141,7 @@ class Scheduler:
 
     def forget_acceptance(self) -> None:
         """Start the drafters' estimates anew, as after a warm-up."""
-        self.drafter_acceptance = {method: Acceptance() for method in Method}
+        self.drafter_acceptance = {(method, rule): Acceptance() for method in Method for rule in Verification}
 
     @property
     def has_requests(self) -> bool:
@@ -189,11 +217,16 @@ class Scheduler:
             if step.budget <= 0 or len(self.running) >= self.config.max_num_seqs:
                 return
             # A preempted request waits for its outstanding results: they may bring tokens, or its end.
-            if request.pending:
+            if request.pending or self._awaits_sibling(request):
                 return
-            missing = self.kv.num_missing_blocks(request.request_id, request.num_tokens)
-            if missing > self._spare_blocks:
+            source, num_shared = self._shared_prompt(request)
+            if self.config.blocks_for(request.num_tokens) - num_shared > self._spare_blocks:
                 return
+            shared: tuple[int, ...] = ()
+            if source is not None:
+                shared = self.kv.share(source.request_id, request.request_id, num_shared)
+                request.num_computed_tokens = num_shared * self.config.block_size
+                request.num_draft_computed = min(source.num_draft_computed, request.num_computed_tokens)
             blocks = self.kv.grow(request.request_id, request.num_tokens)
             assert blocks is not None
             self.waiting.remove(request)
@@ -201,8 +234,39 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             if request.first_scheduled is None:
                 request.first_scheduled = now
-            step.admitted.append(Admission(request.request_id, request.all_token_ids, request.sampling))
-            step.add(self._work(request, min(request.num_tokens, step.budget), blocks))
+                request.num_cached_tokens = request.num_computed_tokens
+            step.admitted.append(
+                Admission(
+                    request.request_id,
+                    request.all_token_ids,
+                    len(request.prompt_token_ids),
+                    request.params,
+                    shared,
+                    request.num_computed_tokens,
+                    request.num_draft_computed,
+                )
+            )
+            step.add(self._work(request, min(request.num_to_compute, step.budget), blocks))
+
+    def _awaits_sibling(self, request: Request) -> bool:
+        """Another completion computes the prompt right now, of which this one will share whole blocks."""
+        wanted = self._num_shareable(request) * self.config.block_size
+        # One of a single token ends with the step that computes its prompt: nobody can share with it.
+        running = [s for s in request.siblings.values() if s.status is RequestStatus.RUNNING and s.max_output_tokens > 1]
+        return bool(running) and all(s.num_computed_tokens < wanted for s in running)
+
+    def _shared_prompt(self, request: Request) -> tuple[Request | None, int]:
+        """A sibling whose computed prompt the request can share, and how many blocks of it."""
+        num_blocks = self._num_shareable(request)
+        for sibling in request.siblings.values():
+            computed = sibling.num_computed_tokens >= num_blocks * self.config.block_size
+            if num_blocks and sibling.status is RequestStatus.RUNNING and computed:
+                return sibling, num_blocks
+        return None, 0
+
+    def _num_shareable(self, request: Request) -> int:
+        """Blocks that the prompt fills; its last token is computed anew, for its logits."""
+        return (len(request.prompt_token_ids) - 1) // self.config.block_size
 
     def _work(self, request: Request, rows: int, blocks: tuple[int, ...]) -> SequenceWork:
         """Target rows for one request; a request that drafts with a model lets it read along with a prompt."""
@@ -252,7 +316,7 @@ class Scheduler:
 
     def _candidate(self, request: Request) -> DepthCandidate:
         highest = self._highest_depth(request)
-        prior = self.drafter_acceptance[request.method].rate()
+        prior = self.drafter_acceptance[request.method, request.params.verification].rate()
         return DepthCandidate(
             method=request.method,
             acceptance=request.acceptance.rate(prior),
@@ -305,7 +369,7 @@ class Scheduler:
             # A run that computes a whole prompt besides is no verify step: it could not have drafted.
             request.counts.record(len(token_ids), sequence.num_drafted, min(sequence.num_accepted, len(token_ids)))
         request.acceptance.observe(sequence.acceptance)
-        self.drafter_acceptance[work.method].observe(sequence.acceptance)
+        self.drafter_acceptance[work.method, request.params.verification].observe(sequence.acceptance)
         request.steps_without_drafts = 0 if work.num_drafts else request.steps_without_drafts + 1
         if sequence.finish is None:
             return RequestOutput(request.request_id, offset, token_ids)
@@ -333,6 +397,7 @@ class Scheduler:
         self.kv.free(request.request_id)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
+        del request.siblings[request.request_id]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance. Mutates nothing."""
@@ -354,6 +419,25 @@ class Scheduler:
             else:
                 assert request.num_computed_tokens == 0
                 assert not self.kv.table(request.request_id), "a waiting request owns blocks"
+        self._check_sharing()
+
+    def _check_sharing(self) -> None:
+        """A block in several tables stands at one place of one prompt, and is computed for all who hold it."""
+        holders: dict[int, list[tuple[Request, int]]] = {}
+        for request in self.running.values():
+            for index, block in enumerate(self.kv.table(request.request_id)):
+                holders.setdefault(block, []).append((request, index))
+        for block, held in holders.items():
+            if len(held) > 1:
+                first, place = held[0]
+                end = (place + 1) * self.config.block_size
+                for request, index in held:
+                    assert index == place, f"block {block} is shared at different places"
+                    prompts = request.prompt_token_ids[:end], first.prompt_token_ids[:end]
+                    assert prompts[0] == prompts[1], f"block {block}: prompts differ"
+                    assert end <= min(request.num_computed_tokens, len(request.prompt_token_ids)), (
+                        f"block {block} is open"
+                    )
 
 
 class _Step:

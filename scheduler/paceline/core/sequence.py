@@ -13,8 +13,8 @@ behind (d3 and the bonus), else one.
 
 from __future__ import annotations
 
-from paceline.core.params import SamplingParams
 from paceline.core.plan import Admission, SequenceWork
+from paceline.core.token_counts import TokenCounts
 
 
 class Sequence:
@@ -25,20 +25,55 @@ class Sequence:
         block_ids: block table; position i lives in block_ids[i // block_size].
         num_computed: leading tokens that have target KV.
         num_draft_computed: leading tokens that have draft KV.
+        counts: how often each token stands in it, if penalties need to know.
+        matcher: where the completion stands in its grammar, if it has one.
     """
 
-    __slots__ = ("block_ids", "num_computed", "num_draft_computed", "request_id", "sampling", "token_ids")
+    __slots__ = (
+        "block_ids",
+        "counts",
+        "matcher",
+        "num_computed",
+        "num_draft_computed",
+        "num_prompt_tokens",
+        "params",
+        "request_id",
+        "token_ids",
+    )
 
     def __init__(self, admission: Admission) -> None:
         self.request_id = admission.request_id
-        self.sampling: SamplingParams = admission.sampling
+        self.params = admission.params
         self.token_ids: list[int] = list(admission.token_ids)
-        self.block_ids: list[int] = []
-        self.num_computed = 0
-        self.num_draft_computed = 0
+        self.num_prompt_tokens = admission.num_prompt_tokens
+        self.block_ids: list[int] = list(admission.block_ids)
+        self.num_computed = admission.num_computed
+        self.num_draft_computed = admission.num_draft_computed
+        self.counts = TokenCounts(self.prompt, self.output) if self.params.sampling.penalised else None
+        grammar = self.params.constraints.grammar
+        self.matcher = None if grammar is None else grammar.matcher()
+        if self.matcher is not None and self.output:
+            self.matcher.advance(self.output)
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output(self) -> list[int]:
+        """Emitted tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def last_output(self, count: int) -> list[int]:
+        """The newest emitted tokens, at most `count`."""
+        return self.token_ids[max(self.num_prompt_tokens, len(self.token_ids) - count) :]
 
     def extend(self, work: SequenceWork) -> None:
         """Take over the blocks that come with the work."""
@@ -57,11 +92,16 @@ class Sequence:
         return self.token_ids[self.num_draft_computed : end]
 
     def commit(self, work: SequenceWork, emitted: list[int], num_accepted: int) -> None:
-        """Book the work as done: its tokens are computed, rejected drafts are forgotten by both models."""
+        """Book the work as done: its tokens are computed, rejected drafts are forgotten by both models.
+
+        The grammar's matcher is advanced by who knows how to take its refusal.
+        """
         if not work.samples:
             self.num_computed += work.num_tokens
             return
         known = len(self)
         self.token_ids.extend(emitted)
+        if self.counts is not None:
+            self.counts.add(emitted)
         self.num_computed = len(self) - 1
         self.num_draft_computed = min(self.num_draft_computed, known + num_accepted)

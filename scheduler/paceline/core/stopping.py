@@ -11,10 +11,12 @@ def cut_run(
 ) -> tuple[tuple[int, ...], Finish | None]:
     """Cut the tokens of a step behind the first that ends the completion.
 
-    A stop id wins over a length reached by the same token. The request's own stop ids win over the model's EOS.
+    A stop id wins over a length reached by the same token. The request's own stop ids win over the model's EOS. None of
+    a completion's first `min_tokens` tokens is a stop: the earliest is the one behind them.
     """
     room = request.max_total_tokens - request.num_tokens
-    for index, token in enumerate(token_ids[:room]):
+    first_stop = max(0, request.stop.min_tokens - len(request.output_token_ids))
+    for index, token in enumerate(token_ids[first_stop:room], first_stop):
         if token in request.stop.token_ids:
             return token_ids[: index + 1], Finish(FinishReason.STOP_TOKEN, stop_token_id=token)
         if token in eos_token_ids and not request.stop.ignore_eos:

@@ -18,12 +18,15 @@ class Draft:
 
     Attributes:
         token_ids: at most the planned depth.
-        probs: the distributions that the tokens were drawn from, after every processor, [len(token_ids), vocab]
-            float32. None: the tokens were chosen, not drawn (one-hot).
+        probs: the distributions that the tokens of this step's drafts were drawn from, after every processor,
+            [drawn tokens of the step, vocab] float32: one tensor that they share. None: the tokens were chosen, not
+            drawn (one-hot).
+        first_row: where this draft's rows of `probs` begin.
     """
 
     token_ids: list[int]
     probs: Tensor | None = None
+    first_row: int = 0
 
 
 class Drafter(Protocol):

@@ -1,56 +1,210 @@
-"""From logits to the distribution a request asked for, and from there to tokens. One chain for target and draft."""
+"""From logits to the distribution a request asked for, at every position with that position's state.
+
+One chain for target, draft and verification. Order and meaning are those of vLLM's sampler, with typical-p where
+transformers has it, behind min-p:
+
+    edit_       grammar and allowed tokens, bad words, minimum length, bias, penalties: these change greedy output too
+    truncate_   temperature, min-p, typical-p, top-k, top-p: tokens that are cut away become -inf
+    softmax_    the distribution
+
+A row without a feature takes no part in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.params import SamplingParams
+import paceline_kernels as ops
+from paceline.core.grammar import Mask
+from paceline.runner.positions import Positions
 
 SMALLEST_TEMPERATURE = 1e-30  # below it, float32 would divide by 0; long before it, all mass is on the maximum
 
 
-def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Apply temperature, top-k and top-p, row by row.
+def edit_(logits: Tensor, batch: Seq[Positions]) -> list[int]:
+    """Forbid, bias and penalise, in place.
 
     Args:
-        logits: [rows, vocab] float32; not changed.
-        params: one per row, none of them greedy.
+        logits: [rows, vocab] float32, the rows of each element of `batch` one after the other.
 
     Returns:
-        Probabilities, [rows, vocab] float32, each row summing to 1. Tokens cut away are exactly 0.
+        Rows at which no token is allowed any more. They hold no distribution.
     """
-    temperatures = torch.tensor([p.temperature for p in params], device=logits.device).clamp_(min=SMALLEST_TEMPERATURE)
-    # Relative to the maximum, so that even the smallest temperature gives 0 and -inf, and never inf - inf.
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]
-    cut = [row for row, p in enumerate(params) if 0 < p.top_k < logits.shape[1] or p.top_p < 1.0]
-    if cut:
-        logits[cut] = _truncate(logits[cut], [params[row] for row in cut])
-    return logits.softmax(-1)
+    edited = [(row, p) for row, p in _with_first_rows(batch) if p.params.edits_logits]
+    if not edited:
+        return []
+    dead = _restrict(logits, edited)
+    _add_bias(logits, edited)
+    _penalise(logits, edited)
+    return dead
 
 
-def _truncate(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Set logits outside top-k, and then outside the top-p of what is left, to -inf.  # [rows, vocab]"""
+def truncate_(logits: Tensor, batch: Seq[Positions]) -> None:
+    """Set to -inf, in place, what temperature, min-p, typical-p, top-k and top-p leave out.  # [rows, vocab]"""
+    if not any(p.params.sampling.truncated for p in batch):
+        return
+    sampling = [p.params.sampling for p in batch for _ in range(len(p))]
+    device = logits.device
+    ops.truncate_(
+        logits,
+        temperatures(batch, device),
+        torch.tensor([s.top_k for s in sampling], device=device),
+        torch.tensor([s.top_p for s in sampling], dtype=torch.float32, device=device),
+        torch.tensor([s.min_p for s in sampling], dtype=torch.float32, device=device),
+        torch.tensor([s.typical_p for s in sampling], dtype=torch.float32, device=device),
+    )
+
+
+def distribution_(logits: Tensor, batch: Seq[Positions]) -> Tensor:
+    """Edited logits of sampled sequences to the probabilities that tokens are drawn from, in place.
+
+    Returns:
+        `logits`, [rows, vocab]: each row sums to 1, and is exactly 0 where a token was cut away.
+    """
+    truncate_(logits, batch)
+    ops.softmax_(logits, temperatures(batch, logits.device))
+    return logits
+
+
+def temperatures(batch: Seq[Positions], device: torch.device) -> Tensor:
+    """Of every row, [rows] float32; greedy rows have 1, at which nothing changes."""
+    values: list[float] = []
+    for positions in batch:
+        sampling = positions.params.sampling
+        value = 1.0 if sampling.greedy else max(sampling.temperature, SMALLEST_TEMPERATURE)
+        values.extend([value] * len(positions))
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+# -- edits ------------------------------------------------------------------------------------------------------------
+
+
+def _restrict(logits: Tensor, edited: list[tuple[int, Positions]]) -> list[int]:
+    """Forbidden tokens become -inf. Returns the rows that have none left."""
     vocab = logits.shape[1]
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params], device=logits.device)
-    top_p = torch.tensor([p.top_p for p in params], device=logits.device)
-    ranks = torch.arange(vocab, device=logits.device)
-    ordered = ordered.masked_fill(ranks >= top_k[:, None], -torch.inf)
-    probs = ordered.softmax(-1)
-    # A token stays while the mass before it has not reached top_p, so the most probable one always stays.
-    before = probs.cumsum(-1) - probs
-    dropped = (before >= top_p[:, None]) & (ranks > 0) & (top_p < 1.0)[:, None]
-    ordered = ordered.masked_fill(dropped, -torch.inf)
-    return torch.empty_like(logits).scatter_(-1, order, ordered)
+    mask_rows: list[int] = []
+    masks: list[Mask] = []
+    ban_rows: list[int] = []
+    banned: list[int] = []
+    dead: list[int] = []
+    for first_row, positions in edited:
+        allowed = positions.params.sampling.allowed_token_ids
+        for j in range(len(positions)):
+            row, bans = first_row + j, _bans(positions, j)
+            mask = None if positions.masks is None else positions.masks[j]
+            if allowed:
+                own = _bitmask(allowed, vocab)
+                mask = own if mask is None else mask & own
+            if mask is not None:
+                mask = _without(mask, bans)
+                mask_rows.append(row)
+                masks.append(mask)
+                if not mask.any():
+                    dead.append(row)
+            elif bans:
+                ban_rows.extend([row] * len(bans))
+                banned.extend(bans)
+                if len(bans) >= vocab and len(set(bans)) == vocab:
+                    dead.append(row)
+    device = logits.device
+    if masks:
+        ops.mask_(logits, torch.tensor(mask_rows, device=device), torch.from_numpy(np.stack(masks)).to(device))
+    if banned:
+        logits[torch.tensor(ban_rows, device=device), torch.tensor(banned, device=device)] = -torch.inf
+    return dead
 
 
-def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
-    """One token per row, [rows] int64, by an exponential race: argmin of noise / p. A token with p = 0 never wins.
+def _bans(positions: Positions, row: int) -> list[int]:
+    """Single tokens that may not stand at a row: they would complete a bad word, or end the completion too early."""
+    constraints = positions.params.constraints
+    if not constraints.bad_words and not constraints.min_tokens:
+        return []
+    behind = positions.behind(row)
+    bans: list[int] = []
+    if positions.sequence.num_output + len(behind) < constraints.min_tokens:
+        bans.extend(constraints.stop_token_ids)
+    if constraints.bad_words:
+        longest = max(len(word) for word in constraints.bad_words) - 1
+        known = positions.sequence.last_output(longest) + behind
+        for word in constraints.bad_words:
+            before = len(word) - 1
+            if before == 0 or (len(known) >= before and tuple(known[len(known) - before :]) == word[:-1]):
+                bans.append(word[-1])
+    return bans
 
-    `probs` need not be normalised, but each row needs some mass.
-    """
-    noise = torch.empty_like(probs).exponential_(generator=generator)
-    return (probs / noise).argmax(-1)
+
+def _without(mask: Mask, token_ids: list[int]) -> Mask:
+    """The mask with some tokens forbidden besides; the mask itself stays as it is."""
+    if not token_ids:
+        return mask
+    bits = mask.view(np.uint32).copy()
+    for token in token_ids:
+        bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+    return bits.view(np.int32)
+
+
+@functools.lru_cache(maxsize=256)
+def _bitmask(token_ids: tuple[int, ...], vocab: int) -> Mask:
+    """One row that allows `token_ids` only.  # [ceil(vocab / 32)] int32"""
+    bits = np.zeros(-(-vocab // 32), np.uint32)
+    ids = np.array(token_ids, np.int64)
+    np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+    return bits.view(np.int32)
+
+
+def _add_bias(logits: Tensor, edited: list[tuple[int, Positions]]) -> None:
+    rows: list[int] = []
+    tokens: list[int] = []
+    values: list[float] = []
+    for first_row, positions in edited:
+        bias = positions.params.sampling.logit_bias
+        for row in range(first_row, first_row + len(positions)) if bias else ():
+            rows.extend([row] * len(bias))
+            tokens.extend(token for token, _ in bias)
+            values.extend(value for _, value in bias)
+    if rows:
+        device = logits.device
+        where = torch.tensor(rows, device=device), torch.tensor(tokens, device=device)
+        logits.index_put_(where, torch.tensor(values, dtype=logits.dtype, device=device), accumulate=True)
+
+
+def _penalise(logits: Tensor, edited: list[tuple[int, Positions]]) -> None:
+    """Repetition, then frequency and presence, of the tokens that stand before each row."""
+    rows: list[NDArray[np.int64]] = []
+    tokens: list[NDArray[np.int64]] = []
+    counts: list[NDArray[np.float32]] = []
+    penalties: list[NDArray[np.float32]] = []  # repetition, frequency, presence of every entry
+    for first_row, positions in edited:
+        sampling = positions.params.sampling
+        if positions.sequence.counts is None:
+            continue
+        values = [sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty]
+        for j in range(len(positions)):
+            token_ids, count = positions.sequence.counts.behind(positions.behind(j))
+            rows.append(np.full(len(token_ids), first_row + j))
+            tokens.append(token_ids)
+            counts.append(count)
+            penalties.append(np.broadcast_to(np.array(values, np.float32)[:, None], (3, len(token_ids))))
+    if not rows:
+        return
+    device = logits.device
+    where = torch.from_numpy(np.concatenate(rows)).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)
+    times = torch.from_numpy(np.concatenate(counts)).to(device)
+    repetition, frequency, presence = torch.from_numpy(np.concatenate(penalties, axis=1)).to(device)
+    x = logits[where]
+    x = torch.where(x > 0, x / repetition, x * repetition)
+    logits[where] = x - frequency * times - presence * (times > 0)
+
+
+def _with_first_rows(batch: Iterable[Positions]) -> Iterable[tuple[int, Positions]]:
+    row = 0
+    for positions in batch:
+        yield row, positions
+        row += len(positions)
