@@ -7,28 +7,98 @@ print(completion.text)
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, cast
 
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
-from paceline.core.plan import Finish, FinishReason
+from paceline.core.grammar import GrammarKind, GrammarSpec
+from paceline.core.params import (
+    LogprobsMode,
+    LogprobsParams,
+    Method,
+    SamplingParams,
+    SpeculationParams,
+    StopParams,
+    Verification,
+)
+from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
-from paceline.engine.delta import Output
+from paceline.engine.delta import Output, PromptLogprobs
 from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.errors import InvalidArgument
 
+Name = TypeVar("Name", bound=StrEnum)
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keyword arguments of `LLM.generate`, by the names that the client gives them too; what is absent or None is
+    the model's default.
+
+    Sampling: `temperature` (0 is greedy), `top_p`, `top_k`, `min_p`, `typical_p`, `presence_penalty`,
+    `frequency_penalty`, `repetition_penalty`, `logit_bias`, `allowed_token_ids`, `bad_words`, `seed`, `n`.
+    Stopping: `max_tokens` (None: up to the model's length), `min_tokens`, `stop` (one string or several),
+    `stop_token_ids`, `ignore_eos`, `include_stop_string`.
+    Structure, one of: `json_schema` (text, or a mapping that JSON can hold), `regex`, `grammar` (Lark), `choices`.
+    Speculation: `method` ("none", "ngram" or "draft_model"; None for the engine's own), `max_draft_tokens`,
+    `min_draft_tokens`, `verification` ("token_wise" or "block").
+    Output: `logprobs`, `prompt_logprobs` (how many alternatives), `logprobs_mode`, `include_special_tokens`.
+    """
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    typical_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    seed: int | None
+    n: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    include_stop_string: bool | None
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
+    choices: Sequence[str] | None
+    method: str | None
+    max_draft_tokens: int | None
+    min_draft_tokens: int | None
+    verification: str | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    logprobs_mode: Literal["raw", "processed"] | None
+    include_special_tokens: bool | None
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one prompt was completed with. `stats` has the token counts, times and speculation totals."""
+    """What one prompt was completed with.
+
+    Attributes:
+        stats: token counts, times and speculation totals.
+        logprobs: one for each of `token_ids`, if asked for.
+        choice: which of the prompt's n completions it is.
+        prompt_logprobs: aligned with the prompt, with None for its first token; only of choice 0.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish: Finish
     stats: RequestStats
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    choice: int = 0
+    prompt_logprobs: PromptLogprobs = ()
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -61,42 +131,21 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        include_stop_string: bool = False,
-        method: str | None = None,
-        min_draft_tokens: int = 0,
-        max_draft_tokens: int | None = None,
         on_text: Callable[[int, str], None] | None = None,
         on_finish: Callable[[int], None] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
-        """Complete one prompt or many as one batch; completions come in the order of the prompts.
-
-        What is not given is the model's default. Every prompt is validated before anything runs.
+        """Complete one prompt or many as one batch; every prompt is validated before anything runs.
 
         Args:
-            max_tokens: None for up to the model's length.
-            method: "none", "ngram" or "draft_model"; None for the engine's own.
-            on_text: called with (index of the prompt, new text) as text comes. If it raises, generation ends.
-            on_finish: called with the index of a prompt whose completion has ended.
+            on_text: called with (index of the completion, new text) as text comes. If it raises, generation ends.
+            on_finish: called with the index of a completion that has ended.
+            options: see `GenerateOptions`.
+
+        Returns:
+            Completions in the order of the prompts; with n, the n of the first prompt, then those of the second.
         """
-        default = self.engine.default_sampling
-        sampling = SamplingParams(
-            temperature=default.temperature if temperature is None else temperature,
-            top_k=default.top_k if top_k is None else top_k,
-            top_p=default.top_p if top_p is None else top_p,
-        )
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        stops = StopParams(max_tokens, strings, tuple(stop_token_ids), ignore_eos, include_stop_string)
-        if method is not None and method not in set(Method):
-            raise InvalidArgument("method", method, f"one of {', '.join(Method)}")
-        drafts = SpeculationParams(None if method is None else Method(method), min_draft_tokens, max_draft_tokens)
-        requests = [GenerationRequest(prompt, sampling, stops, drafts) for prompt in _as_list(prompts)]
+        requests = [build_request(p, self.engine.default_sampling, options) for p in _as_list(prompts)]
         return self._run(requests, on_text or (lambda index, text: None), on_finish or (lambda index: None))
 
     def _run(
@@ -105,14 +154,16 @@ class LLM:
         on_text: Callable[[int, str], None],
         on_finish: Callable[[int], None],
     ) -> list[Completion]:
-        waiting = deque((index, request, self.engine.encode(request)) for index, request in enumerate(requests))
+        waiting = deque((index, request, self.engine.prepare(request)) for index, request in enumerate(requests))
+        firsts = [sum(request.n for request in requests[:index]) for index in range(len(requests))]
         index_of: dict[int, int] = {}
-        outputs: list[list[Output]] = [[] for _ in requests]
+        outputs: list[list[Output]] = [[] for request in requests for _ in range(request.n)]
         try:
             while waiting or index_of:
-                while waiting and self.engine.has_room:
-                    index, request, prompt = waiting.popleft()
-                    index_of[self.engine.add(request, prompt)] = index
+                while waiting and self.engine.has_room_for(waiting[0][1].n):
+                    index, request, prepared = waiting.popleft()
+                    first_id = self.engine.add(request, prepared)
+                    index_of.update((first_id + choice, firsts[index] + choice) for choice in range(request.n))
                 for output in self.engine.step():
                     index = index_of[output.request_id]
                     outputs[index].append(output)
@@ -129,13 +180,99 @@ class LLM:
         return [_completion(parts) for parts in outputs]
 
 
+def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOptions) -> GenerationRequest:
+    """A request out of keyword arguments; `default` is the model's own sampling.
+
+    Raises:
+        InvalidArgument: a value that no model allows.
+        TypeError: an option that does not exist.
+    """
+    if unknown := options.keys() - GenerateOptions.__annotations__.keys():
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
+    given = {name: value for name, value in options.items() if value is not None}
+    get = given.get
+    names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "presence_penalty", "frequency_penalty")
+    values: dict[str, Any] = {name: given[name] for name in (*names, "repetition_penalty") if name in given}
+    bias: Any = get("logit_bias", {})
+    sampling = replace(
+        default,
+        **values,
+        logit_bias=tuple(bias.items()),
+        allowed_token_ids=_tuple("allowed_token_ids", given),
+        bad_words=_tuple("bad_words", given),
+    )
+    stop = get("stop", ())
+    stops = StopParams(
+        max_tokens=cast("int | None", get("max_tokens")),
+        strings=(stop,) if isinstance(stop, str) else _tuple("stop", given),
+        token_ids=_tuple("stop_token_ids", given),
+        ignore_eos=bool(get("ignore_eos")),
+        include_stop_string=bool(get("include_stop_string")),
+        min_tokens=cast(int, get("min_tokens", 0)),
+        include_special_tokens=bool(get("include_special_tokens")),
+    )
+    method, rule = get("method"), get("verification")
+    speculation = SpeculationParams(
+        method=None if method is None else _member("method", method, Method),
+        min_depth=cast(int, get("min_draft_tokens", 0)),
+        max_depth=cast("int | None", get("max_draft_tokens")),
+        verification=None if rule is None else _member("verification", rule, Verification),
+    )
+    logprobs = LogprobsParams(
+        completion=cast("int | None", get("logprobs")),
+        prompt=cast("int | None", get("prompt_logprobs")),
+        mode=_member("logprobs_mode", get("logprobs_mode", "raw"), LogprobsMode),
+    )
+    return GenerationRequest(prompt, sampling, stops, speculation, logprobs, _grammar(given), cast(int, get("n", 1)))
+
+
+def _grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
+    kinds = {
+        "json_schema": GrammarKind.JSON_SCHEMA,
+        "regex": GrammarKind.REGEX,
+        "grammar": GrammarKind.GRAMMAR,
+        "choices": GrammarKind.CHOICE,
+    }
+    chosen = [name for name in kinds if name in given]
+    if not chosen:
+        return None
+    if len(chosen) > 1:
+        raise InvalidArgument(" and ".join(chosen), "together", f"one of {', '.join(kinds)}")
+    [name] = chosen
+    value = given[name]
+    if name == "choices":
+        return GrammarSpec(GrammarKind.CHOICE, choices=_tuple(name, given))
+    return GrammarSpec(kinds[name], value if isinstance(value, str) else json.dumps(value))
+
+
+def _member(field: str, value: object, kind: type[Name]) -> Name:
+    try:
+        return kind(str(value))
+    except ValueError as error:
+        raise InvalidArgument(field, value, f"one of {', '.join(kind)}") from error
+
+
+def _tuple(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A list option's values. One string is none: its letters would pass for them."""
+    values = given.get(name, ())
+    if isinstance(values, str):
+        raise InvalidArgument(name, values, "a sequence")
+    return tuple(values)
+
+
 def _completion(outputs: list[Output]) -> Completion:
     last = outputs[-1]
     assert last.finish is not None
     assert last.stats is not None
-    text = "".join(output.text for output in outputs)
-    token_ids = tuple(token for output in outputs for token in output.token_ids)
-    return Completion(text, token_ids, last.finish, last.stats)
+    return Completion(
+        "".join(output.text for output in outputs),
+        tuple(token for output in outputs for token in output.token_ids),
+        last.finish,
+        last.stats,
+        tuple(item for output in outputs for item in output.logprobs),
+        last.choice,
+        next((output.prompt_logprobs for output in outputs if output.prompt_logprobs), ()),
+    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from engine.toy import FailingRunner, GatedRunner, ToyTokenizer, expected, make_engine, make_request, num_free
 from paceline.core.plan import StepPlan, StepResult
 from paceline.engine import AsyncEngine, ChatMessage, Engine, GenerationRequest, Output, Stream, async_engine
+from paceline.engine.engine import Prepared
 from paceline.errors import Cancelled, EngineDead, InvalidArgument, ResourceExhausted, Unavailable
 
 lags = pytest.mark.parametrize("lag", [0, 1])
@@ -46,6 +48,22 @@ async def read(stream: Stream) -> Completion:
     assert delta.stats is not None
     assert delta.stats.completion_tokens == len(token_ids)
     return tuple(token_ids), text
+
+
+async def read_choices(stream: Stream) -> list[Completion]:
+    """The whole of every choice; the stream ends when all of them have."""
+    token_ids: list[list[int]] = [[] for _ in range(stream.num_choices)]
+    texts = [""] * stream.num_choices
+    ended: set[int] = set()
+    async for delta in stream:
+        assert delta.choice not in ended
+        assert delta.token_offset == len(token_ids[delta.choice])
+        token_ids[delta.choice] += delta.token_ids
+        texts[delta.choice] += delta.text
+        if delta.finish is not None:
+            ended.add(delta.choice)
+    assert ended == set(range(stream.num_choices))
+    return [(tuple(ids), text) for ids, text in zip(token_ids, texts, strict=True)]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -181,6 +199,108 @@ async def test_a_slow_reader_gets_everything_in_few_messages_and_holds_up_nobody
     assert (deltas[0].token_ids, deltas[0].text) == expected([1], 100)
 
 
+class TestSeveralChoices:
+    PROMPT = tuple(range(3, 14))
+
+    def request(self, n: int = 3, max_tokens: int = 30) -> GenerationRequest:
+        return replace(make_request(self.PROMPT, max_tokens), n=n)
+
+    @lags
+    async def test_one_stream_brings_all_of_them(self, lag: int) -> None:
+        engine = make_engine(num_blocks=30)  # tight: some are preempted
+        async with running(engine, lag) as served:
+            streams = [await served.submit(self.request(n)) for n in (3, 1, 4)]
+            assert served.num_live == 8
+            results = await asyncio.gather(*map(read_choices, streams))
+            assert served.num_live == 0
+        assert results == [[expected(self.PROMPT, 30)] * n for n in (3, 1, 4)]
+        assert num_free(engine) == 30
+
+    @lags
+    @pytest.mark.parametrize("seed", range(3))
+    async def test_leaving_frees_all_of_them(self, lag: int, seed: int) -> None:
+        rng = random.Random(seed)
+        engine = make_engine(num_blocks=48)
+
+        async def leaves(after: int) -> None:
+            stream = await served.submit(self.request(4, 60))
+            async with aclosing(stream):
+                async for delta in stream:
+                    if delta.token_offset >= after:
+                        break
+            assert not any(engine.scheduler.kv.table(stream.request_id + choice) for choice in range(4))
+
+        async def stays() -> None:
+            assert await read_choices(await served.submit(self.request())) == [expected(self.PROMPT, 30)] * 3
+
+        async with running(engine, lag) as served, asyncio.TaskGroup() as group:
+            for index in range(12):
+                group.create_task(leaves(rng.randrange(40)) if index % 3 else stays())
+                await turns(rng.randrange(5))
+        assert num_free(engine) == 48
+        engine.check_invariants()
+
+    @lags
+    async def test_an_abort_during_a_forward_ends_all_of_them_at_once(self, lag: int) -> None:
+        engine = make_engine()
+        gated = engine.runner = GatedRunner(engine.runner)
+        async with running(engine, lag) as served:
+            kept, gone = await served.submit(self.request()), await served.submit(self.request())
+            gated.gate.release(3)
+            await until(lambda: gated.started == 4)
+            assert not served.abort(gone.request_id + 1), "not the id of a request"
+            assert served.num_live == 6
+            assert served.abort(gone.request_id)
+            assert not served.abort(gone.request_id)
+            assert served.num_live == 3
+            assert not any(engine.scheduler.kv.table(gone.request_id + choice) for choice in range(3))
+            engine.check_invariants()
+            gated.gate.release(1000)
+            with pytest.raises(Cancelled):
+                await read_choices(gone)
+            assert await read_choices(kept) == [expected(self.PROMPT, 30)] * 3
+
+    async def test_all_or_none_are_queued(self) -> None:
+        engine = make_engine(max_queued=3)
+        gated = engine.runner = GatedRunner(engine.runner)
+        async with running(engine) as served:
+            stream = await served.submit(self.request(2))
+            with pytest.raises(Unavailable):
+                await served.submit(self.request(2))
+            assert served.num_live == len(engine.scheduler.requests) == 2
+            gated.gate.release(1000)
+            assert len(await read_choices(stream)) == 2
+
+    @lags
+    async def test_draining_waits_for_the_last_of_them(self, lag: int) -> None:
+        async with running(make_engine(), lag) as served:
+            reader = asyncio.create_task(read_choices(await served.submit(self.request(5))))
+            await served.drain(60)
+            assert await reader == [expected(self.PROMPT, 30)] * 5
+
+    async def test_after_the_grace_the_stream_fails_once(self) -> None:
+        engine = make_engine()
+        gated = engine.runner = GatedRunner(engine.runner)
+        async with running(engine) as served:
+            stream = await served.submit(self.request(5))
+            await until(lambda: gated.started == 1)
+            await served.drain(0.0)
+            assert served.num_live == 0
+            assert num_free(engine) == 64
+            with pytest.raises(Unavailable):
+                await read_choices(stream)
+            gated.gate.release(1000)
+
+    @lags
+    async def test_death_ends_the_stream_once(self, lag: int, caplog: pytest.LogCaptureFixture) -> None:
+        engine = make_engine(wrap=lambda runner: FailingRunner(runner, 5))
+        async with running(engine, lag) as served:
+            streams = [await served.submit(self.request(n)) for n in (3, 2)]
+            results = await asyncio.gather(*map(read_choices, streams), return_exceptions=True)
+            assert [type(result) for result in results] == [EngineDead] * 2
+            assert served.num_live == 0
+
+
 class InlineExecutor(Executor):
     """Every result is in before anybody can wait for it."""
 
@@ -313,13 +433,13 @@ def slow_to_encode() -> tuple[Engine, threading.Event]:
     """An engine that encodes once the event is set."""
     engine = make_engine(num_blocks=4000, max_model_len=15000)
     gate = threading.Event()
-    encode = engine.encode
+    prepare = engine.prepare
 
-    def slow(request: GenerationRequest) -> tuple[int, ...]:
+    def slow(request: GenerationRequest) -> Prepared:
         assert gate.wait(60)
-        return encode(request)
+        return prepare(request)
 
-    engine.encode = slow  # type: ignore[method-assign]
+    engine.prepare = slow  # type: ignore[method-assign]
     return engine, gate
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,21 @@ import pytest
 from engine.toy import VOCAB_SIZE, FailingRunner, ToyTokenizer, decode, expected, make_engine, make_request, num_free
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth import FixedDepth
-from paceline.core.params import Method, SamplingParams, SpeculationParams
-from paceline.core.plan import FinishReason
+from paceline.core.grammar import Grammar, GrammarKind, GrammarSpec
+from paceline.core.params import Constraints, LogprobsParams, Method, SamplingParams, SpeculationParams, Verification
+from paceline.core.plan import (
+    Finish,
+    FinishReason,
+    SequenceResult,
+    SequenceWork,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from paceline.core.scheduler import Scheduler
 from paceline.engine import ChatMessage, Engine, GenerationRequest, Output
 from paceline.errors import EngineDead, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
-from paceline.sim import SimulatedRunner, StepCost, VirtualClock
+from paceline.sim import ScriptedRunner, SimulatedRunner, StepCost, VirtualClock
 
 
 def run(engine: Engine) -> dict[int, list[Output]]:
@@ -153,6 +162,22 @@ class TestRefused:
             (GenerationRequest([ChatMessage("user", "\ud800")]), "chat.messages[0].content"),
             (GenerationRequest([ChatMessage("user", "a"), 5]), "chat.messages"),  # type: ignore[arg-type]
             (make_request([1] * 200), "prompt"),
+            (make_request([1] * 150, max_tokens=None, min_tokens=51), "stop.min_tokens"),
+            (replace(make_request(), sampling=SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),))), "sampling.logit_bias"),
+            (replace(make_request(), sampling=SamplingParams(logit_bias=((-1, 1.0),))), "sampling.logit_bias"),
+            (
+                replace(make_request(), sampling=SamplingParams(allowed_token_ids=(1, VOCAB_SIZE))),
+                "sampling.allowed_token_ids",
+            ),
+            (replace(make_request(), sampling=SamplingParams(bad_words=("a\ud800",))), "sampling.bad_words"),
+            (replace(make_request(), logprobs=LogprobsParams(completion=21)), "output.logprobs"),
+            (replace(make_request(), logprobs=LogprobsParams(prompt=21)), "output.prompt_logprobs"),
+            (
+                replace(make_request(), speculation=SpeculationParams(verification=Verification.BLOCK)),
+                "speculation.verification",
+            ),
+            (replace(make_request(), speculation=SpeculationParams(min_depth=9)), "speculation.min_draft_tokens"),
+            (replace(make_request(), speculation=SpeculationParams(min_depth=9), n=3), "speculation.min_draft_tokens"),
         ],
     )
     def test_the_field_is_named(self, request_: GenerationRequest, field: str) -> None:
@@ -193,6 +218,342 @@ class TestRefused:
         with pytest.raises(Unavailable):
             engine.add(make_request())
         assert len(run(engine)) == 2
+
+
+class TestSeveralCompletions:
+    PROMPT = tuple(range(3, 14))
+
+    def request(self, n: int, max_tokens: int = 12) -> GenerationRequest:
+        return replace(make_request(self.PROMPT, max_tokens), n=n)
+
+    @pytest.mark.parametrize("method", Method)
+    def test_ids_and_choices_follow_one_another(self, method: Method) -> None:
+        engine = make_engine(method=method)
+        before, first, behind = (engine.add(self.request(n)) for n in (1, 4, 1))
+        assert (first, behind) == (before + 1, before + 5)
+        outputs = run(engine)
+        assert outputs.keys() == set(range(before, behind + 1))
+        for choice in range(4):
+            assert {output.choice for output in outputs[first + choice]} == {choice}
+            assert joined(outputs[first + choice]) == expected(self.PROMPT, 12)
+        assert num_free(engine) == 64
+
+    def test_the_account_of_each_counts_what_it_shared(self) -> None:
+        engine = make_engine()
+        first = engine.add(self.request(3))
+        outputs = run(engine)
+        stats = [outputs[first + choice][-1].stats for choice in range(3)]
+        assert [(s.prompt_tokens, s.cached_prompt_tokens, s.completion_tokens) for s in stats if s is not None] == [
+            (11, 0, 12),
+            (11, 8, 12),
+            (11, 8, 12),
+        ]
+        assert engine.totals.tokens == 36
+
+    def test_all_are_queued_or_none(self) -> None:
+        engine = make_engine(max_queued=4)
+        engine.add(self.request(2))
+        with pytest.raises(Unavailable, match="2 completions are waiting, and max_queued does not allow 3 more"):
+            engine.add(self.request(3))
+        assert len(engine.scheduler.waiting) == 2
+        engine.check_invariants()
+        assert engine.has_room_for(2)
+        assert not engine.has_room_for(3)
+        engine.add(self.request(2))
+        assert len(run(engine)) == 4
+
+    def test_more_than_the_queue_ever_holds(self) -> None:
+        engine = make_engine(max_queued=4)
+        with pytest.raises(InvalidArgument, match="at most 4") as caught:
+            engine.add(self.request(5))
+        assert caught.value.field == "n"
+        assert not engine.has_work
+        engine.add(self.request(4))
+        assert len(run(engine)) == 4
+
+    @pytest.mark.parametrize("steps", [0, 1, 3])
+    @pytest.mark.parametrize("gone", [0, 1, 2])
+    def test_an_abort_of_one_leaves_the_others(self, steps: int, gone: int) -> None:
+        engine = make_engine(max_num_batched_tokens=8)
+        first = engine.add(self.request(3))
+        for _ in range(steps):
+            engine.step()
+        assert engine.abort(first + gone)
+        engine.check_invariants()
+        outputs = run(engine)
+        assert outputs.keys() == {first, first + 1, first + 2} - {first + gone}
+        assert num_free(engine) == 64
+
+    def test_an_abort_of_all_frees_everything(self) -> None:
+        engine = make_engine()
+        first = engine.add(self.request(3))
+        for _ in range(3):
+            engine.step()
+        assert all(engine.abort(first + choice) for choice in range(3))
+        assert num_free(engine) == 64
+        assert not engine.has_work
+        engine.check_invariants()
+
+
+class EditedRunner:
+    """The scripted runner, with more in its results: `edit` gets the runner, the work and the scripted result."""
+
+    def __init__(
+        self, runner: ScriptedRunner, edit: Callable[[ScriptedRunner, SequenceWork, SequenceResult], SequenceResult]
+    ) -> None:
+        self.runner = runner
+        self.edit = edit
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = self.runner.execute(plan)
+        sequences = zip(plan.work, result.sequences, strict=True)
+        return replace(result, sequences=tuple(self.edit(self.runner, work, sequence) for work, sequence in sequences))
+
+
+def logprob_of(token_id: int, position: int) -> TokenLogprobs:
+    """Different wherever it matters."""
+    return TokenLogprobs(-float(token_id), position + 1)
+
+
+def with_logprobs(runner: ScriptedRunner, work: SequenceWork, result: SequenceResult) -> SequenceResult:
+    """As a model's runner tells them: of each emitted token, and of the prompt token behind each row of the prompt."""
+    sequence = runner.sequences[work.request_id]
+    known = len(sequence) - len(result.token_ids)
+    if sequence.params.logprobs.completion is not None:
+        emitted = tuple(logprob_of(token, position) for position, token in enumerate(result.token_ids, known))
+        result = replace(result, logprobs=emitted)
+    if sequence.params.logprobs.prompt is not None:
+        start = (known if work.samples else sequence.num_computed) - work.num_tokens + 1
+        tokens = sequence.prompt[start : start + work.num_tokens]
+        told = tuple(logprob_of(token, position) for position, token in enumerate(tokens, start))
+        result = replace(result, prompt_start=start, prompt_logprobs=told)
+    return result
+
+
+def with_finish_at(
+    count: int, **ending: str | int | None
+) -> Callable[[ScriptedRunner, SequenceWork, SequenceResult], SequenceResult]:
+    """The completion's tokens end behind `count`: with `failure`, or where the grammar ends."""
+
+    def edit(runner: ScriptedRunner, work: SequenceWork, result: SequenceResult) -> SequenceResult:
+        left = count - (runner.sequences[work.request_id].num_output - len(result.token_ids))
+        if not work.samples or len(result.token_ids) < left:
+            return result
+        if "failure" in ending:
+            return replace(result, token_ids=result.token_ids[:left], failure=ending["failure"])  # type: ignore[arg-type]
+        return replace(result, grammar_end=left)
+
+    return edit
+
+
+class TestLogprobs:
+    @pytest.mark.parametrize("depth", [0, 3, 6])
+    @pytest.mark.parametrize("stop", ["string", "eos", "length"])
+    def test_they_are_cut_with_the_tokens(self, depth: int, stop: str) -> None:
+        """Case 11: a stop inside a run cut the text, and not the ids or their logprobs."""
+        token_ids, _ = expected([7, 8], 30)
+        at = next(index for index in range(10, 30) if token_ids.index(token_ids[index]) == index)
+        strings: tuple[str, ...] = ()
+        if stop == "string":
+            at = next(i for i in range(10, 30) if decode(token_ids[: i + 1])[-2:].isalnum())
+            strings = (decode(token_ids[: at + 1])[-2:],)
+        engine = make_engine(
+            depth=depth,
+            eos_token_ids=(token_ids[at],) if stop == "eos" else (),
+            draft_is_right=lambda request_id, position: True,
+            wrap=lambda runner: EditedRunner(runner, with_logprobs),
+        )
+        max_tokens = at + 1 if stop == "length" else 30
+        request = replace(make_request([7, 8], max_tokens, strings), logprobs=LogprobsParams(0))
+        request_id = engine.add(request)
+        outputs = run(engine)[request_id]
+        ids, _ = joined(outputs)
+        assert 0 < len(ids) <= at + 1
+        assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
+        told = [item for output in outputs for item in output.logprobs]
+        assert told == [logprob_of(token, 2 + index) for index, token in enumerate(ids)]
+
+    @pytest.mark.parametrize("budget", [8, 64])
+    @pytest.mark.parametrize("num_blocks", [13, 64])
+    def test_the_prompts_are_told_once_and_aligned(self, budget: int, num_blocks: int) -> None:
+        """Over chunks, and after preemptions in the prompt and behind it."""
+        prompt = tuple(range(100, 121))
+        engine = make_engine(
+            num_blocks=num_blocks,
+            max_model_len=50,
+            max_num_batched_tokens=budget,
+            wrap=lambda runner: EditedRunner(runner, with_logprobs),
+        )
+        older = engine.add(make_request([5] * 9, max_tokens=40))
+        first = engine.add(replace(make_request(prompt, 20), logprobs=LogprobsParams(prompt=3), n=2))
+        outputs = run(engine)
+        assert joined(outputs[older]) == expected([5] * 9, 40)
+        whole = (None, *(logprob_of(token, position) for position, token in enumerate(prompt[1:], 1)))
+        assert [output.prompt_logprobs for output in outputs[first]] == [whole] + [()] * (len(outputs[first]) - 1)
+        assert all(output.prompt_logprobs == () == output.logprobs for output in outputs[first + 1])
+        stats = outputs[first][-1].stats
+        assert stats is not None
+        assert (stats.preemptions > 0) is (num_blocks == 13)
+
+    def test_the_prompts_of_a_completion_that_breaks_down_at_once(self) -> None:
+        def edit(runner: ScriptedRunner, work: SequenceWork, result: SequenceResult) -> SequenceResult:
+            return with_finish_at(0, failure="no")(runner, work, with_logprobs(runner, work, result))
+
+        engine = make_engine(wrap=lambda runner: EditedRunner(runner, edit))
+        request_id = engine.add(replace(make_request([4, 5]), logprobs=LogprobsParams(2, 2)))
+        [output] = run(engine)[request_id]
+        assert output.prompt_logprobs == (None, logprob_of(5, 1))
+        assert (output.token_ids, output.finish) == ((), Finish(FinishReason.DEAD_END, detail="no"))
+
+
+class TestTheEndOfAGrammar:
+    @pytest.mark.parametrize("count", [0, 1, 2, 5, 8])
+    def test_a_dead_end_says_why(self, count: int) -> None:
+        engine = make_engine(wrap=lambda runner: EditedRunner(runner, with_finish_at(count, failure="nothing fits")))
+        request_id = engine.add(make_request([7, 8], min_tokens=10))
+        outputs = run(engine)[request_id]
+        token_ids, text = joined(outputs)
+        assert token_ids == expected([7, 8], count)[0]
+        assert text == decode(token_ids)
+        assert outputs[-1].finish == Finish(FinishReason.DEAD_END, detail="nothing fits")
+        stats = outputs[-1].stats
+        assert stats is not None
+        assert stats.completion_tokens == count
+        assert stats.accepted_tokens <= max(0, count - 1)
+        assert num_free(engine) == 64
+
+    @pytest.mark.parametrize("count", [1, 2, 5, 8])
+    def test_a_grammar_that_ends_without_an_id_is_an_eos(self, count: int) -> None:
+        engine = make_engine(wrap=lambda runner: EditedRunner(runner, with_finish_at(count)))
+        request_id = engine.add(make_request([7, 8]))
+        outputs = run(engine)[request_id]
+        assert joined(outputs) == expected([7, 8], count)
+        assert outputs[-1].finish == Finish(FinishReason.EOS)
+
+    @pytest.mark.parametrize(("at", "reason"), [(4, FinishReason.STOP_TOKEN), (7, FinishReason.EOS)])
+    def test_a_stop_before_the_end_comes_first(self, at: int, reason: FinishReason) -> None:
+        token_ids, _ = expected([7, 8], 20)
+        engine = make_engine(
+            depth=6,
+            draft_is_right=lambda request_id, position: True,
+            wrap=lambda runner: EditedRunner(runner, with_finish_at(6)),
+        )
+        request_id = engine.add(make_request([7, 8], token_ids=(token_ids[at - 1],)))
+        outputs = run(engine)[request_id]
+        assert joined(outputs)[0] == token_ids[: min(at, 6)]
+        assert outputs[-1].finish is not None
+        assert outputs[-1].finish.reason is reason
+
+    def test_a_length_before_the_end_comes_first(self) -> None:
+        engine = make_engine(
+            draft_is_right=lambda request_id, position: True,
+            wrap=lambda runner: EditedRunner(runner, with_finish_at(5)),
+        )
+        request_id = engine.add(make_request([7, 8], max_tokens=4))
+        outputs = run(engine)[request_id]
+        assert joined(outputs) == expected([7, 8], 4)
+        assert outputs[-1].finish == Finish(FinishReason.MAX_TOKENS)
+
+    def test_one_of_several_breaks_down_alone(self) -> None:
+        def edit(runner: ScriptedRunner, work: SequenceWork, result: SequenceResult) -> SequenceResult:
+            breaks = runner.sequences[work.request_id].params.choice == 1
+            return with_finish_at(5, failure="no")(runner, work, result) if breaks else result
+
+        engine = make_engine(wrap=lambda runner: EditedRunner(runner, edit))
+        first = engine.add(replace(make_request(range(9)), n=3))
+        outputs = run(engine)
+        finishes = [outputs[first + choice][-1].finish for choice in range(3)]
+        assert [finish.reason for finish in finishes if finish is not None] == [
+            FinishReason.MAX_TOKENS,
+            FinishReason.DEAD_END,
+            FinishReason.MAX_TOKENS,
+        ]
+
+
+class ToyGrammar:
+    """Implements `Grammar` and its matcher: allows everything."""
+
+    def matcher(self) -> Any:
+        return self
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        return True
+
+
+class ToyCompiler:
+    """Implements `GrammarCompiler`."""
+
+    def __init__(self) -> None:
+        self.specs: list[GrammarSpec] = []
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        self.specs.append(spec)
+        return ToyGrammar()
+
+
+class TestConstraints:
+    SPEC = GrammarSpec(GrammarKind.REGEX, "a+")
+
+    def params_of(self, engine: Engine, request: GenerationRequest) -> list[Constraints]:
+        first = engine.add(request)
+        return [engine.scheduler.requests[first + choice].params.constraints for choice in range(request.n)]
+
+    def test_without_any(self) -> None:
+        assert self.params_of(make_engine(eos_token_ids=(9,)), make_request(token_ids=(5,))) == [Constraints()]
+
+    @pytest.mark.parametrize(("ignore_eos", "stops"), [(False, (5, 9, 8)), (True, (5, 9))])
+    def test_min_tokens_keep_every_stop_away(self, ignore_eos: bool, stops: tuple[int, ...]) -> None:
+        engine = make_engine(eos_token_ids=(9, 8))
+        request = make_request(token_ids=(5, 9), min_tokens=4, ignore_eos=ignore_eos)
+        assert self.params_of(engine, request) == [Constraints(min_tokens=4, stop_token_ids=stops)]
+
+    def test_bad_words_are_spelt_with_and_without_a_space(self) -> None:
+        request = replace(make_request(), sampling=SamplingParams(bad_words=("ab", " ab", "é")))
+        [constraints] = self.params_of(make_engine(), request)
+        words = ("ab", " ab", "é", " é")
+        assert constraints.bad_words == tuple(tuple(word.encode()) for word in words)
+
+    def test_a_grammar_is_compiled_once_for_all_completions(self) -> None:
+        engine = make_engine()
+        engine.grammars = compiler = ToyCompiler()
+        made = self.params_of(engine, replace(make_request(), grammar=self.SPEC, n=3))
+        assert compiler.specs == [self.SPEC]
+        assert len({id(constraints.grammar) for constraints in made}) == 1
+        assert len(run(engine)) == 3
+
+    @pytest.mark.parametrize(
+        ("eos", "ignore_eos", "ends"), [((9,), False, False), ((9,), True, True), ((), False, True)]
+    )
+    def test_a_grammar_ends_a_completion_where_no_id_can(
+        self, eos: tuple[int, ...], ignore_eos: bool, ends: bool
+    ) -> None:
+        engine = make_engine(eos_token_ids=eos)
+        engine.grammars = ToyCompiler()
+        [constraints] = self.params_of(engine, replace(make_request(ignore_eos=ignore_eos), grammar=self.SPEC))
+        assert constraints.ends_with_grammar is ends
+
+    def test_where_no_grammars_are_served(self) -> None:
+        with pytest.raises(FailedPrecondition, match=r"structured\.regex"):
+            make_engine().add(replace(make_request(), grammar=self.SPEC))
+
+
+@pytest.mark.parametrize("depth", [0, 3, 6])
+@pytest.mark.parametrize("min_tokens", range(4, 12, 3))
+def test_min_tokens_hold_off_stop_strings_and_ids_by_tokens(depth: int, min_tokens: int) -> None:
+    """Case 12, with text: the first match that ends behind so many tokens ends the completion."""
+    token_ids, _ = expected([7, 8], 30)
+    string = next(c for c in decode(token_ids[:3]) if c.isalnum())
+    engine = make_engine(depth=depth, draft_is_right=lambda request_id, position: True)
+    request = make_request([7, 8], 30, (string,), token_ids=(token_ids[1],), min_tokens=min_tokens)
+    request_id = engine.add(request)
+    outputs = run(engine)[request_id]
+    kept, text = joined(outputs)
+    behind = [
+        i for i in range(min_tokens, 30) if string in decode(token_ids[i : i + 1]) or token_ids[i] == token_ids[1]
+    ]
+    assert len(kept) == min([*behind, 29]) + 1
+    assert text.startswith(decode(token_ids[:min_tokens])[:-1])
+    assert string in text
 
 
 def test_chat_messages_are_rendered_by_the_template() -> None:

@@ -38,6 +38,39 @@ def test_one_prompt_or_many(prompts: list[str], token_ids: list[list[int]]) -> N
     assert [completion.token_ids for completion in completions] == [expected(prompt, 4)[0] for prompt in token_ids]
 
 
+@pytest.mark.parametrize("max_queued", [2, 100])
+def test_the_completions_of_a_prompt_stand_together(max_queued: int) -> None:
+    engine = make_engine(max_queued=max_queued)
+    prompts = [[n] * (1 + n % 11) for n in range(9)]
+    ended: list[int] = []
+    completions = LLM.from_engine(engine).generate(prompts, n=2, max_tokens=15, temperature=0.0, on_finish=ended.append)
+    assert [completion.choice for completion in completions] == [0, 1] * 9
+    for index, completion in enumerate(completions):
+        assert (completion.token_ids, completion.text) == expected(prompts[index // 2], 15)
+        assert completion.stats.prompt_tokens == len(prompts[index // 2])
+    assert sorted(ended) == list(range(18))
+    assert any(completion.stats.cached_prompt_tokens for completion in completions)
+    assert num_free(engine) == 64
+
+
+def test_text_streams_by_completion() -> None:
+    shown = [""] * 6
+
+    def on_text(index: int, text: str) -> None:
+        shown[index] += text
+
+    completions = LLM.from_engine(make_engine()).generate([[1], [2]], n=3, max_tokens=20, on_text=on_text)
+    assert shown == [completion.text for completion in completions]
+
+
+def test_more_completions_than_the_queue_holds_run_none() -> None:
+    engine = make_engine(max_queued=2)
+    with pytest.raises(InvalidArgument, match="n = 3: must be at most 2"):
+        LLM.from_engine(engine).generate([[1], [2]], n=3)
+    assert engine.totals.steps == 0
+    assert not engine.has_work
+
+
 def test_text_streams_by_prompt() -> None:
     shown = ["", ""]
 

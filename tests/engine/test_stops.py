@@ -7,12 +7,16 @@ import random
 from itertools import pairwise
 
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from engine.toy import SPECIAL, ToyTokenizer
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import Finish, FinishReason
 from paceline.core.request import Request
+from paceline.demo import TARGET
+from paceline.engine.detokenizer import Detokenizer
 from paceline.engine.stops import Cut, StopChecker
+from paceline.engine.tokenizer import Tokenizer
 
 EOS = 900
 PROMPT = (1, 2, 3)
@@ -26,10 +30,12 @@ def make_request(stop: StopParams, model_len: int = 200) -> Request:
     )
 
 
-def feed(stop: StopParams, runs: list[tuple[int, ...]], model_len: int = 200) -> list[Cut]:
+def feed(
+    stop: StopParams, runs: list[tuple[int, ...]], model_len: int = 200, tokenizer: Tokenizer | None = None
+) -> list[Cut]:
     """Cut one run after the other, as steps bring them, until the completion ends."""
     request = make_request(stop, model_len)
-    checker = StopChecker(stop, ToyTokenizer(), (EOS,))
+    checker = StopChecker(stop, tokenizer or ToyTokenizer(), PROMPT, (EOS,))
     cuts = []
     for run in runs:
         cuts.append(checker.cut(request, run))
@@ -145,20 +151,125 @@ class TestHoldBack:
         assert [cut.text for cut in feed(StopParams(50), [ids("a"), ids("b")])] == ["a", "b"]
 
 
+class TestEndOfRun:
+    """Nothing can follow a run: a grammar is complete, or at a dead end."""
+
+    END = Finish(FinishReason.DEAD_END, detail="why")
+
+    def cut(self, stop: StopParams, token_ids: tuple[int, ...]) -> Cut:
+        return StopChecker(stop, ToyTokenizer(), PROMPT, (EOS,)).cut(make_request(stop), token_ids, self.END)
+
+    @pytest.mark.parametrize("run", [(), ids("ab"), (*ids("ab"), 0xF0)])
+    def test_it_ends_the_completion_and_nothing_stays_held_back(self, run: tuple[int, ...]) -> None:
+        for min_tokens in (0, 30):
+            text = bytes(run).decode(errors="replace")
+            assert self.cut(StopParams(50, ("abc",), min_tokens=min_tokens), run) == Cut(run, text, self.END)
+
+    def test_what_ends_the_completion_before_wins(self) -> None:
+        stop = StopParams(4, ("!",))
+        assert self.cut(stop, ids("a!b")) == Cut(ids("a!"), "a", Finish(FinishReason.STOP_STRING, stop_string="!"))
+        assert self.cut(stop, (*ids("a"), EOS)).finish == Finish(FinishReason.EOS, stop_token_id=EOS)
+        assert self.cut(stop, ids("abcd")).finish == Finish(FinishReason.MAX_TOKENS)
+
+
+class TestMinTokens:
+    """Case 12: tokens are counted, not steps, and a completion has as many at least."""
+
+    @pytest.mark.parametrize("at", range(8))
+    @pytest.mark.parametrize("min_tokens", range(8))
+    def test_eos_and_stop_ids_count_behind_them_only(self, min_tokens: int, at: int) -> None:
+        stop = StopParams(50, token_ids=ids("!"), min_tokens=min_tokens)
+        for end, finish in (
+            (EOS, Finish(FinishReason.EOS, stop_token_id=EOS)),
+            (ord("!"), Finish(FinishReason.STOP_TOKEN, stop_token_id=ord("!"))),
+        ):
+            assert whole(feed(stop, splits((end,) * 10, at))) == (
+                (end,) * (min_tokens + 1),
+                "".join(ToyTokenizer.token_bytes(end).decode() for _ in range(min_tokens)),
+                finish,
+            )
+
+    @pytest.mark.parametrize("at", range(8))
+    @pytest.mark.parametrize("min_tokens", range(9))
+    def test_a_match_must_end_in_a_later_token(self, min_tokens: int, at: int) -> None:
+        """The token with index 5 completes the first match, and the last one the second."""
+        stop = StopParams(50, ("xyz",), min_tokens=min_tokens)
+        token_ids, text, finish = whole(feed(stop, splits(ids("abcxyz.xyz"), at)))
+        assert (token_ids, text) == ((ids("abcxyz"), "abc") if min_tokens <= 5 else (ids("abcxyz.xyz"), "abcxyz."))
+        assert finish == Finish(FinishReason.STOP_STRING, stop_string="xyz")
+
+    def test_a_match_that_was_passed_over_is_not_held_back(self) -> None:
+        cuts = feed(StopParams(50, ("ab",), min_tokens=4), [(byte,) for byte in b"xabab"])
+        assert [cut.text for cut in cuts] == ["x", "", "ab", "", ""]
+
+    def test_unless_it_begins_a_longer_one(self) -> None:
+        cuts = feed(StopParams(50, ("ab", "abba"), min_tokens=4), [(byte,) for byte in b"xabba"])
+        assert [cut.text for cut in cuts] == ["x", "", "", "", ""]
+        assert cuts[-1].finish == Finish(FinishReason.STOP_STRING, stop_string="abba")
+
+    def test_a_match_in_the_middle_of_a_token_belongs_to_that_token(self) -> None:
+        word = next(t for t in range(256, SPECIAL) if ToyTokenizer.token_bytes(t) == b" the")
+        assert whole(feed(StopParams(50, ("th",), min_tokens=1), [(word, word)]))[:2] == ((word, word), " the ")
+        assert whole(feed(StopParams(50, ("e ",), min_tokens=1), [(word, word)]))[:2] == ((word, word), " th")
+
+    @pytest.mark.parametrize("strings", [(), ("a",)])
+    def test_lengths_end_a_completion_all_the_same(self, strings: tuple[str, ...]) -> None:
+        stop = StopParams(3, strings, min_tokens=3)
+        assert whole(feed(stop, [ids("aaaa")])) == (ids("aaa"), "aaa", Finish(FinishReason.MAX_TOKENS))
+        stop = StopParams(None, strings, min_tokens=8)
+        assert whole(feed(stop, [ids("aaaa")], 6)) == (ids("aaa"), "aaa", Finish(FinishReason.CONTEXT_LENGTH))
+
+
+def test_special_tokens_are_shown_and_searched_on_request() -> None:
+    run = (*ids("a"), SPECIAL, *ids("b"))
+    assert whole(feed(StopParams(3, ("l>b",)), [run]))[:2] == (run, "ab")
+    assert whole(feed(StopParams(3, ("al>b",), include_special_tokens=True), [run]))[:2] == (run, "a<speci")
+    shown = StopParams(3, token_ids=(SPECIAL,), include_special_tokens=True)
+    assert whole(feed(shown, [run]))[:2] == (run[:2], "a"), "a stop id has no text"
+
+
+class DemoTokenizer(ToyTokenizer):
+    """The demo pair's own tokens."""
+
+    backend = Backend.from_file(str(TARGET / "tokenizer.json"))
+
+    def decoder(self, prompt_token_ids: object, *, special_tokens: bool) -> Detokenizer:  # type: ignore[override]
+        return Detokenizer(self.backend, PROMPT, frozenset())
+
+
+@pytest.mark.parametrize("string", ["🚴", "字", "x 漢", "return", "🚴 字"])
+def test_stop_strings_of_characters_that_are_spread_over_tokens(string: str) -> None:
+    text = "x 漢🚴 字 return x"
+    token_ids = tuple(DemoTokenizer.backend.encode(text).ids)
+    for at in range(len(token_ids)):
+        kept, shown, finish = whole(feed(StopParams(100, (string,)), splits(token_ids, at), tokenizer=DemoTokenizer()))
+        assert shown == text[: text.index(string)]
+        assert finish == Finish(FinishReason.STOP_STRING, stop_string=string)
+        assert string in DemoTokenizer.backend.decode(kept)
+        assert string not in DemoTokenizer.backend.decode(kept[:-1]), "not the first token that completes it"
+
+
 def naive(stop: StopParams, tokens: list[int]) -> tuple[tuple[int, ...], str, Finish | None]:
     """The definition, token by token over the whole text so far."""
-    tokenizer, raw = ToyTokenizer(), b""
+    tokenizer, raw, num_passed = ToyTokenizer(), b"", 0
     for count, token in enumerate(tokens, 1):
         seen = tuple(tokens[:count])
-        if token == EOS:
+        may_stop = count > stop.min_tokens
+        if token == EOS and may_stop:
             return seen, raw.decode(errors="replace"), Finish(FinishReason.EOS, stop_token_id=EOS)
         raw += tokenizer.token_bytes(token)
         text = codecs.getincrementaldecoder("utf-8")("replace").decode(raw)
-        found = [(text.find(s) + len(s), -len(s), s) for s in stop.strings if s in text]
+        # Matches are to end behind the text of the tokens that complete none.
+        ends = [
+            (end, -len(s), s) for s in stop.strings for end in range(len(s), len(text) + 1) if text[:end].endswith(s)
+        ]
+        found = [match for match in ends if may_stop and match[0] > num_passed]
         if found:
             end, length, string = min(found)
             text = text[: end if stop.include_stop_string else end + length]
             return seen, text, Finish(FinishReason.STOP_STRING, stop_string=string)
+        if not may_stop:
+            num_passed = len(text)
         if count == stop.max_tokens:
             return seen, raw.decode(errors="replace"), Finish(FinishReason.MAX_TOKENS)
     raise AssertionError("max_tokens ends it")
@@ -171,7 +282,9 @@ def test_random_runs_end_as_the_definition_says(seed: int) -> None:
     vocabulary = [*b"abc", *range(256, 256 + 18), 0xE2, 0x82, 0xAC, SPECIAL]
     for _ in range(200):
         strings = tuple("".join(rng.choices("abc €é\n", k=rng.randrange(1, 5))) for _ in range(rng.randrange(4)))
-        stop = StopParams(rng.randrange(1, 25), strings, include_stop_string=rng.random() < 0.5)
+        limit, least = sorted(rng.choices(range(1, 25), k=2), reverse=True)
+        least = rng.choice([0, least])
+        stop = StopParams(limit, strings, include_stop_string=rng.random() < 0.5, min_tokens=least)
         tokens = [EOS if rng.random() < 0.03 else rng.choice(vocabulary) for _ in range(25)]
         cuts = sorted(rng.choices(range(25), k=rng.randrange(10)))
         assert whole(feed(stop, splits(tuple(tokens), *cuts))) == naive(stop, tokens)

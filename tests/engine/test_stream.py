@@ -8,18 +8,22 @@ from contextlib import aclosing
 import pytest
 
 from paceline.core.params import Method
-from paceline.core.plan import Finish, FinishReason
+from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
 from paceline.engine import Delta, Stream
 from paceline.errors import Cancelled, EngineDead
 
 FINISH = Finish(FinishReason.MAX_TOKENS)
-STATS = RequestStats(3, 5, Method.NONE, 4, 0, 0, 0, (), 1.0, 0, 0.0, 0.0, 0.0)
+STATS = RequestStats(3, 0, 5, Method.NONE, 4, 0, 0, 0, (), 1.0, 0, 0.0, 0.0, 0.0)
 
 
-def make_stream() -> tuple[Stream, list[int]]:
+def make_stream(num_choices: int = 1) -> tuple[Stream, list[int]]:
     abandoned: list[int] = []
-    return Stream(7, 3, abandoned.append), abandoned
+    return Stream(7, 3, abandoned.append, num_choices), abandoned
+
+
+def last(text: str, token_ids: tuple[int, ...], offset: int, choice: int) -> Delta:
+    return Delta(text, token_ids, offset, FINISH, STATS, choice=choice)
 
 
 async def test_what_waits_is_merged_into_one_delta() -> None:
@@ -146,3 +150,92 @@ async def test_closing_wakes_a_waiting_reader() -> None:
     await asyncio.sleep(0)
     await stream.aclose()
     assert await task == []
+
+
+class TestSeveralChoices:
+    async def test_each_is_merged_on_its_own_and_the_longest_waiting_comes_first(self) -> None:
+        stream, _ = make_stream(3)
+        stream.put(Delta("b", (1,), 0, choice=1))
+        stream.put(Delta("a", (2,), 0, choice=0))
+        stream.put(Delta("b", (3, 4), 1, choice=1))
+        reader = aiter(stream)
+        assert await anext(reader) == Delta("bb", (1, 3, 4), 0, choice=1)
+        stream.put(Delta("b", (5,), 3, choice=1))
+        stream.put(Delta("a", (6,), 1, choice=0))
+        assert await anext(reader) == Delta("aa", (2, 6), 0, choice=0)
+        assert await anext(reader) == Delta("b", (5,), 3, choice=1)
+
+    async def test_a_slow_reader_costs_one_delta_of_each(self) -> None:
+        stream, _ = make_stream(4)
+        for index in range(100):
+            for choice in range(4):
+                stream.put(Delta("x", (index,), index, choice=choice))
+        for choice in range(4):
+            stream.put(last("", (), 100, choice))
+        deltas = [delta async for delta in stream]
+        assert [delta.choice for delta in deltas] == [0, 1, 2, 3]
+        assert {delta.token_ids for delta in deltas} == {tuple(range(100))}
+
+    async def test_it_ends_when_the_last_of_them_has(self) -> None:
+        stream, abandoned = make_stream(2)
+        stream.put(last("b", (1,), 0, choice=1))
+        assert not stream.ended
+        reader = aiter(stream)
+        assert (await anext(reader)).finish is FINISH
+        waits = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(0)
+        assert not waits.done()
+        stream.put(last("a", (2,), 0, choice=0))
+        assert stream.ended
+        assert (await waits).choice == 0
+        assert [delta async for delta in reader] == []
+        assert abandoned == []
+
+    async def test_one_that_has_ended_does_not_go_on(self) -> None:
+        stream, _ = make_stream(2)
+        stream.put(last("b", (1,), 0, choice=1))
+        with pytest.raises(AssertionError):
+            stream.put(Delta("c", (2,), 1, choice=1))
+
+    @pytest.mark.parametrize("reads", [False, True])
+    async def test_a_gap_is_noticed_in_each(self, reads: bool) -> None:
+        stream, _ = make_stream(2)
+        stream.put(Delta("a", (1, 2), 0, choice=0))
+        stream.put(Delta("b", (1,), 0, choice=1))
+        if reads:
+            await anext(aiter(stream))
+        with pytest.raises(AssertionError):
+            stream.put(Delta("b", (1,), 2, choice=1))
+
+    async def test_an_error_comes_behind_what_every_choice_has(self) -> None:
+        stream, abandoned = make_stream(3)
+        stream.put(Delta("a", (1,), 0, choice=0))
+        stream.put(last("b", (1,), 0, choice=1))
+        stream.fail(EngineDead("dead"))
+        reader = aiter(stream)
+        assert [(await anext(reader)).text for _ in range(2)] == ["a", "b"]
+        with pytest.raises(EngineDead):
+            await anext(reader)
+        assert [delta async for delta in stream] == []
+        assert abandoned == []
+
+    @pytest.mark.parametrize("ended", [0, 1, 2])
+    async def test_leaving_aborts_as_long_as_one_is_open(self, ended: int) -> None:
+        stream, abandoned = make_stream(2)
+        for choice in range(ended):
+            stream.put(last("a", (1,), 0, choice))
+        await stream.aclose()
+        assert abandoned == [7] * (ended < 2)
+
+    async def test_logprobs_are_merged_with_their_tokens_and_the_prompts_come_once(self) -> None:
+        stream, _ = make_stream(2)
+        prompt = (None, TokenLogprobs(-0.5, 1), TokenLogprobs(-0.25, 1))
+        first, second = TokenLogprobs(-1.0, 1), TokenLogprobs(-2.0, 3, (5,), (-0.5,))
+        stream.put(Delta("a", (1,), 0, logprobs=(first,), prompt_logprobs=prompt))
+        stream.put(Delta("a", (2,), 1, logprobs=(second,)))
+        stream.put(Delta("b", (3,), 0, logprobs=(second,), choice=1))
+        reader = aiter(stream)
+        assert await anext(reader) == Delta("aa", (1, 2), 0, None, None, (first, second), 0, prompt)
+        assert await anext(reader) == Delta("b", (3,), 0, None, None, (second,), 1, ())
+        stream.put(Delta("a", (4,), 2, logprobs=(first,)))
+        assert (await anext(reader)).prompt_logprobs == ()

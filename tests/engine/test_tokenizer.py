@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from paceline.engine import ChatMessage, TransformersTokenizer
-from paceline.engine.detokenizer import Detokenizer
 from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 
 TEXTS = [
@@ -67,9 +67,10 @@ def transformers_tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenize
     return made
 
 
-def detokenize(tokenizer: TransformersTokenizer, token_ids: list[int]) -> str:
-    detokenizer = Detokenizer(tokenizer)
-    return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+def decode(tokenizer: TransformersTokenizer, token_ids: list[int], special_tokens: bool = False) -> str:
+    """Token by token, behind a prompt that has text."""
+    decoder = tokenizer.decoder(tokenizer.encode("hello"), special_tokens=special_tokens)
+    return "".join(map(decoder.push, token_ids)) + decoder.flush()
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -84,33 +85,44 @@ def test_token_by_token_equals_decoding_at_once(transformers_tokenizer: PreTrain
     tokenizer = TransformersTokenizer(transformers_tokenizer)
     token_ids = transformers_tokenizer.encode(text + "</s>")
     whole = transformers_tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    shown = detokenize(tokenizer, token_ids)
+    shown = decode(tokenizer, token_ids)
     # SentencePiece puts a space before the text, which belongs to a completion behind a prompt.
     assert (shown, whole) in ((text, text), (f" {text}", text))
 
 
-def test_random_tokens_equal_decoding_at_once(transformers_tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.parametrize("special_tokens", [False, True])
+def test_random_tokens_equal_decoding_at_once(
+    transformers_tokenizer: PreTrainedTokenizerFast, special_tokens: bool
+) -> None:
     tokenizer = TransformersTokenizer(transformers_tokenizer)
     byte_fallback = transformers_tokenizer.convert_ids_to_tokens(0) == "<0x00>"
     vocabulary = range(256 if byte_fallback else 0, tokenizer.vocab_size)
     rng = random.Random(0)
     for _ in range(300):
         token_ids = rng.choices(vocabulary, k=rng.randrange(1, 20))
-        whole = transformers_tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        shown = detokenize(tokenizer, token_ids)
+        whole = transformers_tokenizer.decode(
+            token_ids, skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False
+        )
+        shown = decode(tokenizer, token_ids, special_tokens)
         assert (shown.removeprefix(" ") if byte_fallback else shown) == whole
 
 
-def test_special_and_unknown_ids_have_no_text(transformers_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_are_shown_on_request(transformers_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = TransformersTokenizer(transformers_tokenizer)
-    specials = {transformers_tokenizer.bos_token_id, transformers_tokenizer.eos_token_id}
-    assert tokenizer.special_token_ids == specials
-    assert {tokenizer.token_bytes(token) for token in specials} == {b""}
-    assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
+    bos, eos = transformers_tokenizer.bos_token_id, transformers_tokenizer.eos_token_id
     call = transformers_tokenizer.convert_tokens_to_ids("<a b>")
     assert isinstance(call, int)
-    assert tokenizer.token_bytes(call).strip() == b"<a b>"
+    token_ids = [bos, call, eos, tokenizer.vocab_size + 5]
+    assert decode(tokenizer, token_ids).strip() == "<a b>"
+    assert decode(tokenizer, token_ids, special_tokens=True).replace(" <", "<") == "<s><a b></s>"
     assert call < tokenizer.vocab_size == len(transformers_tokenizer)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_words_are_encoded_without_special_tokens(transformers_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    tokenizer = TransformersTokenizer(transformers_tokenizer)
+    assert tokenizer.encode_words(text) == transformers_tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text) == [transformers_tokenizer.bos_token_id, *tokenizer.encode_words(text)]
 
 
 def test_a_chat_template_writes_every_special_token_itself(transformers_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -134,10 +146,7 @@ def test_a_model_without_a_template() -> None:
         TransformersTokenizer(made).apply_chat_template([ChatMessage("user", "x")])
 
 
-@pytest.mark.parametrize(("decoder", "name"), [(decoders.WordPiece(), "WordPiece"), (None, r"\[\]")])
-def test_tokens_that_are_not_bytes_are_refused(decoder: decoders.Decoder | None, name: str) -> None:
-    backend = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    if decoder is not None:
-        backend.decoder = decoder
-    with pytest.raises(ModelLoadError, match=name):
-        TransformersTokenizer(wrap(backend))
+def test_a_slow_tokenizer_is_refused() -> None:
+    slow = SimpleNamespace(is_fast=False, name_or_path="old/model")
+    with pytest.raises(ModelLoadError, match=r"old/model.*tokenizer\.json"):
+        TransformersTokenizer(slow)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import threading
 from collections.abc import Callable, Sequence
 
@@ -26,11 +27,24 @@ PIECES = (
 )
 
 
+class ToyDecoder:
+    """Implements `TokenDecoder` with Python's own incremental UTF-8."""
+
+    def __init__(self, special_text: bytes) -> None:
+        self._special_text = special_text
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._special_text if token_id == SPECIAL else ToyTokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
 class ToyTokenizer:
     """Implements `Tokenizer`. Ids below 256 are bytes, the others are pieces in turn, and the last one is special."""
 
     vocab_size = VOCAB_SIZE
-    special_token_ids = frozenset({SPECIAL})
 
     def __init__(self) -> None:
         self.threads: list[str] = []
@@ -42,7 +56,14 @@ class ToyTokenizer:
     def apply_chat_template(self, messages: Sequence[ChatMessage]) -> list[int]:
         return self.encode("".join(f"<{message.role}>{message.content}" for message in messages) + "<assistant>")
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def encode_words(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decoder(self, prompt_token_ids: Sequence[int], *, special_tokens: bool) -> ToyDecoder:
+        return ToyDecoder(b"<special>" if special_tokens else b"")
+
+    @staticmethod
+    def token_bytes(token_id: int) -> bytes:
         if token_id == SPECIAL:
             return b""
         return bytes([token_id]) if token_id < 256 else PIECES[(token_id - 256) % len(PIECES)]
@@ -50,8 +71,7 @@ class ToyTokenizer:
 
 def decode(token_ids: Sequence[int]) -> str:
     """All ids at once."""
-    tokenizer = ToyTokenizer()
-    return b"".join(tokenizer.token_bytes(token) for token in token_ids).decode(errors="replace")
+    return b"".join(map(ToyTokenizer.token_bytes, token_ids)).decode(errors="replace")
 
 
 def make_engine(

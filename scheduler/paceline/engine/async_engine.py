@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from paceline.core.plan import StepPlan, StepResult
 from paceline.engine.engine import Engine
-from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
+from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stream import Stream
 from paceline.errors import Cancelled, EngineDead, PacelineError, Unavailable
 
@@ -51,7 +51,7 @@ class AsyncEngine:
         self.engine = engine
         self.lag = lag
         self.on_death: list[Callable[[EngineDead], None]] = []
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, Stream] = {}  # by the id of each live completion
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()  # no request is live
         self._empty.set()
@@ -68,7 +68,7 @@ class AsyncEngine:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Completions that have not ended."""
         return len(self._streams)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -79,22 +79,27 @@ class AsyncEngine:
         Raises:
             EngineDead: the engine has failed.
             Unavailable: it is not running, draining, or its queue is full.
-            PacelineError: whatever `Engine.encode` and `Engine.add` refuse.
+            PacelineError: whatever `Engine.prepare` and `Engine.add` refuse.
         """
         self._check_open()
-        if _text_length(request.prompt) > LONG_TEXT:
-            prompt = await asyncio.to_thread(self.engine.encode, request)
+        if request.grammar is not None or _text_length(request.prompt) > LONG_TEXT:
+            prepared = await asyncio.to_thread(self.engine.prepare, request)
             self._check_open()
         else:
-            prompt = self.engine.encode(request)
-        request_id = self.engine.add(request, prompt)
-        stream = self._streams[request_id] = Stream(request_id, len(prompt), self._abandon)
+            prepared = self.engine.prepare(request)
+        request_id = self.engine.add(request, prepared)
+        stream = Stream(request_id, len(prepared.prompt_token_ids), self._abandon, request.n)
+        self._streams.update((request_id + choice, stream) for choice in range(request.n))
         self._empty.clear()
         self._wake.set()
         return stream
 
     def abort(self, request_id: int) -> bool:
-        """End a request now; its stream fails with Cancelled. False if it is not live."""
+        """End a request now, all of its completions; its stream fails with Cancelled. False if none is live.
+
+        Args:
+            request_id: `Stream.request_id`.
+        """
         return self._end(request_id, Cancelled("the request was aborted"))
 
     def _abandon(self, request_id: int) -> None:
@@ -102,14 +107,21 @@ class AsyncEngine:
 
     def _end(self, request_id: int, error: PacelineError) -> bool:
         """The way out of every request that does not finish: its blocks are free on return."""
-        stream = self._streams.pop(request_id, None)
-        if stream is None:
+        live = self._live_completions(request_id)
+        if not live:
             return False
-        self.engine.abort(request_id)
-        stream.fail(error)
+        for completion_id in live:
+            stream = self._streams.pop(completion_id)
+            self.engine.abort(completion_id)
+            stream.fail(error)
         if not self._streams:
             self._empty.set()
         return True
+
+    def _live_completions(self, request_id: int) -> list[int]:
+        """The ids of a request's completions that have not ended."""
+        ids = range(request_id, request_id + MAX_COMPLETIONS)
+        return [i for i in ids if i in self._streams and self._streams[i].request_id == request_id]
 
     def _check_open(self) -> None:
         if self._death is not None:
@@ -146,7 +158,7 @@ class AsyncEngine:
         self._worker.shutdown(wait=False)
 
     def _end_all(self, reason: str) -> None:
-        for request_id in list(self._streams):
+        for request_id in {stream.request_id for stream in self._streams.values()}:
             self._end(request_id, Unavailable(reason))
 
     def _die(self, cause: BaseException) -> None:
@@ -154,10 +166,10 @@ class AsyncEngine:
         logger.critical("the engine failed", exc_info=cause)
         self._death = _dead(cause)
         self._worker.shutdown(wait=False, cancel_futures=True)
-        streams = list(self._streams.values())
+        streams = {stream.request_id: stream for stream in self._streams.values()}
         self._streams.clear()
         self._empty.set()
-        for stream in streams:
+        for stream in streams.values():
             stream.fail(_dead(cause))
         for callback in self.on_death:
             try:

@@ -9,29 +9,61 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from paceline.core.params import Method, SamplingParams
-from paceline.core.plan import StepPlan, StepResult, StepRunner
+from paceline.core.grammar import Grammar, GrammarCompiler
+from paceline.core.params import Constraints, Method, SamplingParams
+from paceline.core.plan import Finish, FinishReason, SequenceResult, StepPlan, StepResult, StepRunner, TokenLogprobs
+from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
-from paceline.engine.delta import Output
+from paceline.engine.delta import Output, PromptLogprobs
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stops import Cut, StopChecker
 from paceline.engine.tokenizer import ROLES, Tokenizer
 from paceline.engine.totals import Totals
-from paceline.errors import EngineDead, FailedPrecondition, InvalidArgument
+from paceline.errors import EngineDead, FailedPrecondition, InvalidArgument, Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request in the model's own terms: `Engine.prepare` makes it, `Engine.add` takes it."""
+
+    prompt_token_ids: tuple[int, ...]
+    constraints: Constraints
+
+
+class _Completion:
+    """What the engine remembers of one live completion.
+
+    Attributes:
+        prompt_logprobs: as far as they are known, aligned with the prompt; None if they are not wanted, or told.
+    """
+
+    __slots__ = ("checker", "choice", "prompt_logprobs")
+
+    def __init__(self, checker: StopChecker, choice: int, prompt_logprobs: list[TokenLogprobs | None] | None) -> None:
+        self.checker = checker
+        self.choice = choice
+        self.prompt_logprobs = prompt_logprobs
+
+    def take_prompt_logprobs(self) -> PromptLogprobs:
+        """All of them, once."""
+        known, self.prompt_logprobs = self.prompt_logprobs or [], None
+        return tuple(known)
 
 
 class Engine:
     """Owns the scheduler, the runner and the stop state of every live request. One caller at a time, except for
-    `encode`.
+    `prepare`.
 
     Args:
         model_name: what clients call the model.
         vocab_size: ids that the model knows; by default those that the tokenizer has.
         methods: drafting methods that the runner offers, besides none.
         default_sampling: the model's own settings, for whoever builds a request's parameters.
+        grammars: compiles constraints; None refuses them.
+        max_logprobs: alternatives that a request may ask for at each token.
         clock: seconds; read, never waited for.
     """
 
@@ -45,6 +77,8 @@ class Engine:
         vocab_size: int | None = None,
         methods: Collection[Method] = (Method.NGRAM,),
         default_sampling: SamplingParams | None = None,
+        grammars: GrammarCompiler | None = None,
+        max_logprobs: int = 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -54,58 +88,100 @@ class Engine:
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self.methods = frozenset(methods) | {Method.NONE}
         self.default_sampling = default_sampling or SamplingParams()
+        self.grammars = grammars
+        self.max_logprobs = max_logprobs
         self.clock = clock
         self.totals = Totals()
         self._ids = itertools.count()
-        self._checkers: dict[int, StopChecker] = {}
+        self._completions: dict[int, _Completion] = {}
         self._failed = False
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def encode(self, request: GenerationRequest) -> tuple[int, ...]:
-        """Validate a request and give its prompt's ids. Changes nothing, so it may run in any thread.
+    def prepare(self, request: GenerationRequest) -> Prepared:
+        """Validate a request and put it in the model's terms. Changes nothing, so it may run in any thread; a grammar
+        may take a while.
 
         Raises:
             InvalidArgument: a token id outside the vocabulary, an empty prompt, text that is not Unicode, an unknown
-            role. FailedPrecondition: a drafting method that is not loaded, a conversation for a model without a chat
-            template.
+                role, more logprobs than allowed, a grammar that cannot be.
+            FailedPrecondition: a drafting method that is not loaded, a conversation for a model without a chat
+                template, a grammar where none are served.
         """
         method = request.speculation.method
         if method is not None and method not in self.methods:
             available = ", ".join(sorted(self.methods))
             raise FailedPrecondition(f"speculation.mode = {method}: not loaded here; available: {available}")
+        request.speculation.rule_for(request.sampling)
         for string in request.stop.strings:
             _check_unicode("stop.strings", string)
         self._check_ids("stop.token_ids", request.stop.token_ids)
+        self._check_ids("sampling.logit_bias", [token_id for token_id, _ in request.sampling.logit_bias])
+        self._check_ids("sampling.allowed_token_ids", request.sampling.allowed_token_ids)
+        self._check_logprobs(request)
+        max_queued = self.scheduler.config.max_queued
+        if request.n > max_queued:
+            raise InvalidArgument("n", request.n, f"at most {max_queued}, which is all that may wait here")
         if request.prompt and not isinstance(request.prompt, str):
             # Each id or message is a token or more: what is too long is refused before every one is looked at.
             self.scheduler.check(len(request.prompt), request.stop)
         prompt = self._encode_prompt(request.prompt)
-        self.scheduler.check(len(prompt), request.stop)
-        return prompt
+        room = self.scheduler.check(len(prompt), request.stop) - len(prompt)
+        if request.stop.min_tokens > room:
+            allowed = f"at most {room}, the room behind the prompt"
+            raise InvalidArgument("stop.min_tokens", request.stop.min_tokens, allowed)
+        return Prepared(prompt, self._constraints(request))
 
-    def add(self, request: GenerationRequest, prompt_token_ids: tuple[int, ...] | None = None) -> int:
-        """Queue a request; its id, which is never used again.
+    def add(self, request: GenerationRequest, prepared: Prepared | None = None) -> int:
+        """Queue a request, all of its completions or none.
 
         Args:
-            prompt_token_ids: what `encode` gave for the request, if it was called before.
+            prepared: what `prepare` gave for the request, if it was called before.
+
+        Returns:
+            The id of its first completion; those of the others follow. Ids are never used again.
 
         Raises:
             EngineDead: a step has failed.
-            PacelineError: whatever `encode` and `Scheduler.add` refuse; nothing is queued then.
+            Unavailable: the queue is full.
+            PacelineError: whatever `prepare` and `Scheduler.add` refuse; nothing is queued then.
         """
         if self._failed:
             raise EngineDead("the engine failed and serves no more requests")
-        prompt = self.encode(request) if prompt_token_ids is None else prompt_token_ids
-        request_id = next(self._ids)
-        sampling, stop, speculation = request.sampling, request.stop, request.speculation
-        self.scheduler.add(request_id, prompt, sampling, stop, speculation, self.clock())
-        self._checkers[request_id] = StopChecker(stop, self.tokenizer, self.scheduler.config.eos_token_ids)
-        return request_id
+        prepared = self.prepare(request) if prepared is None else prepared
+        if not self.has_room_for(request.n):
+            waiting = len(self.scheduler.waiting)
+            raise Unavailable(f"{waiting} completions are waiting, and max_queued does not allow {request.n} more")
+        ids = [next(self._ids) for _ in range(request.n)]
+        for choice, request_id in enumerate(ids):
+            self._add_completion(request, prepared, choice, request_id, ids[0])
+        return ids[0]
+
+    def _add_completion(
+        self, request: GenerationRequest, prepared: Prepared, choice: int, request_id: int, first_id: int
+    ) -> None:
+        prompt, logprobs = prepared.prompt_token_ids, request.logprobs
+        if choice:
+            logprobs = replace(logprobs, prompt=None)  # it is one prompt
+        self.scheduler.add(
+            request_id,
+            prompt,
+            request.sampling,
+            request.stop,
+            request.speculation,
+            self.clock(),
+            constraints=prepared.constraints,
+            logprobs=logprobs,
+            choice=choice,
+            sibling_id=first_id if choice else None,
+        )
+        checker = StopChecker(request.stop, self.tokenizer, prompt, self.scheduler.config.eos_token_ids)
+        known: list[TokenLogprobs | None] | None = None if logprobs.prompt is None else [None] * len(prompt)
+        self._completions[request_id] = _Completion(checker, choice, known)
 
     def abort(self, request_id: int) -> bool:
         """End a request; its blocks are free on return, and it has no more outputs. False if it is not live."""
-        self._checkers.pop(request_id, None)
+        self._completions.pop(request_id, None)
         return self.scheduler.abort(request_id)
 
     @property
@@ -115,8 +191,12 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """The queue takes another request."""
-        return len(self.scheduler.waiting) < self.scheduler.config.max_queued
+        """The queue takes another completion."""
+        return self.has_room_for(1)
+
+    def has_room_for(self, count: int) -> bool:
+        """The queue takes so many completions."""
+        return len(self.scheduler.waiting) + count <= self.scheduler.config.max_queued
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -137,22 +217,48 @@ class Engine:
         sequences = []
         for sequence in result.sequences:
             request = self.scheduler.requests.get(sequence.request_id)
-            if request is not None and sequence.token_ids:
-                cut = self._checkers[request.request_id].cut(request, sequence.token_ids)
-                cuts[request.request_id] = cut
-                sequence = replace(sequence, token_ids=cut.token_ids, finish=cut.finish)
+            if request is not None:
+                sequence = self._cut(request, sequence, cuts)
             sequences.append(sequence)
+        logprobs = {sequence.request_id: sequence.logprobs for sequence in sequences}
         outputs = []
         for core in self.scheduler.update(plan, replace(result, sequences=tuple(sequences)), start):
-            text = cuts[core.request_id].text
+            completion = self._completions[core.request_id]
             outputs.append(
-                Output(text, core.token_ids, core.token_offset, core.finish, core.stats, request_id=core.request_id)
+                Output(
+                    cuts[core.request_id].text,
+                    core.token_ids,
+                    core.token_offset,
+                    core.finish,
+                    core.stats,
+                    logprobs[core.request_id],
+                    completion.choice,
+                    completion.take_prompt_logprobs(),
+                    request_id=core.request_id,
+                )
             )
             if core.finish is not None:
-                del self._checkers[core.request_id]
+                del self._completions[core.request_id]
         self.totals.add_step(result.times, sum(len(output.token_ids) for output in outputs))
         self.totals.python += self.clock() - start
         return outputs
+
+    def _cut(self, request: Request, sequence: SequenceResult, cuts: dict[int, Cut]) -> SequenceResult:
+        """A result as the core may commit it: without what stands behind a stop. The cut is noted."""
+        completion = self._completions[request.request_id]
+        if completion.prompt_logprobs is not None:
+            end = sequence.prompt_start + len(sequence.prompt_logprobs)
+            completion.prompt_logprobs[sequence.prompt_start : end] = sequence.prompt_logprobs
+        token_ids, end_of_run = sequence.token_ids, None
+        if sequence.failure is not None:
+            end_of_run = Finish(FinishReason.DEAD_END, detail=sequence.failure)
+        elif sequence.grammar_end is not None:
+            token_ids, end_of_run = token_ids[: sequence.grammar_end], Finish(FinishReason.EOS)
+        if not token_ids and end_of_run is None:
+            return sequence
+        cut = cuts[request.request_id] = completion.checker.cut(request, token_ids, end_of_run)
+        logprobs = sequence.logprobs[: len(cut.token_ids)]
+        return replace(sequence, token_ids=cut.token_ids, logprobs=logprobs, finish=cut.finish)
 
     def step(self) -> list[Output]:
         """Plan, execute and finish one step, with none outstanding. Without work, nothing happens.
@@ -172,7 +278,7 @@ class Engine:
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance. Mutates nothing."""
         self.scheduler.check_invariants()
-        assert self._checkers.keys() == self.scheduler.requests.keys(), "one stop checker per live request"
+        assert self._completions.keys() == self.scheduler.requests.keys(), "one stop checker per live completion"
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
@@ -194,6 +300,41 @@ class Engine:
         if not prompt:
             raise InvalidArgument("prompt_tokens.ids", [], "at least one token")
         return self._check_ids("prompt_tokens.ids", [item for item in prompt if not isinstance(item, ChatMessage)])
+
+    def _constraints(self, request: GenerationRequest) -> Constraints:
+        stop, eos_token_ids = request.stop, self.scheduler.config.eos_token_ids
+        ends = () if stop.ignore_eos else eos_token_ids
+        grammar = self._compile(request)
+        return Constraints(
+            bad_words=tuple(dict.fromkeys(self._spellings(request.sampling.bad_words))),
+            min_tokens=stop.min_tokens,
+            stop_token_ids=tuple(dict.fromkeys(stop.token_ids + ends)) if stop.min_tokens else (),
+            grammar=grammar,
+            ends_with_grammar=grammar is not None and not ends,
+        )
+
+    def _compile(self, request: GenerationRequest) -> Grammar | None:
+        if request.grammar is None:
+            return None
+        if self.grammars is None:
+            raise FailedPrecondition(f"structured.{request.grammar.kind} is set, but no grammars are served here")
+        return self.grammars.compile(request.grammar)
+
+    def _spellings(self, words: Sequence[str]) -> Iterable[tuple[int, ...]]:
+        """The ids of each word as a text begins with it, and as it stands behind a space."""
+        for word in words:
+            _check_unicode("sampling.bad_words", word)
+            for text in (word, " " + word.lstrip()):
+                ids = self._check_ids("sampling.bad_words", self.tokenizer.encode_words(text))
+                if not ids:
+                    raise InvalidArgument("sampling.bad_words", word, "words that the tokenizer has tokens for")
+                yield ids
+
+    def _check_logprobs(self, request: GenerationRequest) -> None:
+        wanted = request.logprobs
+        for name, count in (("logprobs", wanted.completion), ("prompt_logprobs", wanted.prompt)):
+            if count is not None and count > self.max_logprobs:
+                raise InvalidArgument(f"output.{name}", count, f"in 0..{self.max_logprobs}, which this server allows")
 
     def _check_ids(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         for token_id in token_ids:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.params import SamplingParams, SpeculationParams, StopParams
+from paceline.core.grammar import GrammarSpec
+from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
+from paceline.errors import InvalidArgument
+
+MAX_COMPLETIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +26,21 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and how to complete it. The parameters have validated themselves; the engine validates the prompt."""
+    """One prompt and how to complete it. The parameters have validated themselves; the engine validates the rest.
+
+    Attributes:
+        grammar: what every completion must match.
+        n: independent completions; they share the prompt's KV.
+    """
 
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: StopParams = field(default_factory=StopParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    logprobs: LogprobsParams = field(default_factory=LogprobsParams)
+    grammar: GrammarSpec | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n <= MAX_COMPLETIONS:
+            raise InvalidArgument("n", self.n, f"an integer in 1..{MAX_COMPLETIONS}")

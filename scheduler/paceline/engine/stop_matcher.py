@@ -8,9 +8,9 @@ from collections.abc import Iterable
 class StopMatcher:
     """An automaton after Aho and Corasick (1975): one transition per character, however many strings there are.
 
-    A state is the longest end of the text read so far that begins one of the strings. Its length is therefore exactly
-    what must be held back, and the first string to be complete is found at its last character. Of several that end
-    there, the longest matches. Immutable; the reader keeps the state, `START` at first.
+    A state is the longest end of the text read so far that begins one of the strings, so each string that is completed
+    is found at its last character. Of several that end there, the longest matches. Immutable; the reader keeps the
+    state, `START` at first.
     """
 
     START = 0
@@ -31,7 +31,7 @@ class StopMatcher:
         return self._next[state].get(char, 0)
 
     def length(self, state: int) -> int:
-        """Characters at the end of the text that may become a match, or are one."""
+        """Characters at the end of the text that may become a match: exactly what must be held back."""
         return self._length[state]
 
     def match(self, state: int) -> str | None:
@@ -57,5 +57,7 @@ class StopMatcher:
             for char, longer in self._next[state].items():
                 self._shorter[longer] = self.step(self._shorter[state], char)
                 queue.append(longer)
+            if not self._next[state]:
+                self._length[state] = self._length[self._shorter[state]]  # complete, so it becomes nothing longer
             if self._match[state] is None:
                 self._match[state] = self._match[self._shorter[state]]

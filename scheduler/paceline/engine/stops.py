@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.params import StopParams
 from paceline.core.plan import Finish, FinishReason
 from paceline.core.request import Request
 from paceline.core.stopping import cut_run
-from paceline.engine.detokenizer import Detokenizer
 from paceline.engine.stop_matcher import StopMatcher
 from paceline.engine.tokenizer import Tokenizer
 
@@ -18,7 +18,7 @@ class Cut:
     """What is left of a step's tokens.
 
     Attributes:
-        token_ids: the tokens to emit.
+        token_ids: the tokens to emit: the first of the step's, so whatever else comes per token is cut at their number.
         text: text that is safe to show now; not always that of `token_ids`, since text may be held back.
         finish: set if the completion ends with these tokens.
     """
@@ -40,43 +40,60 @@ class StopChecker:
     before the match, or behind it with `include_stop_string`: the end of that token's text may be cut either way, and
     earlier tokens of the match keep their ids and lose their text. A stop id is kept among the ids and has no text.
 
+    A completion's first `min_tokens` tokens complete no stop: a match must end in the text of a later token, though it
+    may begin before, and a match that ended earlier stays in the text for good. So a completion has at least
+    `min_tokens` tokens and, if it ends with a stop, one more, unless a length ends it before.
+
     Text that may be the beginning of a stop string is held back: less than the longest stop string, ever. A character
     that is incomplete at the end is shown as U+FFFD and matches nothing.
     """
 
-    def __init__(self, stop: StopParams, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, stop: StopParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], eos_token_ids: tuple[int, ...]
+    ) -> None:
         self._eos_token_ids = eos_token_ids
         self._include = stop.include_stop_string
-        self._detokenizer = Detokenizer(tokenizer)
+        self._min_tokens = stop.min_tokens
+        self._decoder = tokenizer.decoder(prompt_token_ids, special_tokens=stop.include_special_tokens)
         self._matcher = StopMatcher(stop.strings) if stop.strings else None
         self._state = StopMatcher.START
         self._held = ""
 
-    def cut(self, request: Request, token_ids: tuple[int, ...]) -> Cut:
-        """Cut a step's raw tokens, which follow the request's output, behind the one that ends the completion."""
+    def cut(self, request: Request, token_ids: tuple[int, ...], end_of_run: Finish | None = None) -> Cut:
+        """Cut a step's raw tokens, which follow the request's output, behind the one that ends the completion.
+
+        Args:
+            end_of_run: why nothing can follow these tokens, if nothing can: the completion ends with them, whatever
+                `min_tokens` is, unless a stop or a length among them ends it. A completion that is whole is so at its
+                last possible token, too.
+        """
         kept, finish = cut_run(request, token_ids, self._eos_token_ids)
+        whole = end_of_run is not None and end_of_run.reason is FinishReason.EOS and kept == token_ids
+        if finish is None or (whole and finish.stop_token_id is None):
+            finish = end_of_run
         has_stop_id = finish is not None and finish.stop_token_id is not None
+        first_stop = self._min_tokens - len(request.output_token_ids)
         shown: list[str] = []
         for index, token_id in enumerate(kept[:-1] if has_stop_id else kept):
-            piece = self._detokenizer.push(token_id)
+            piece = self._decoder.push(token_id)
             if self._matcher is None:
                 shown.append(piece)
                 continue
-            text, match = self._scan(self._matcher, piece)
+            text, match = self._scan(self._matcher, piece, may_match=index >= first_stop)
             shown.append(text)
             if match is not None:
                 return Cut(kept[: index + 1], "".join(shown), Finish(FinishReason.STOP_STRING, stop_string=match))
         if finish is not None:
-            shown.append(self._held + self._detokenizer.flush())
+            shown.append(self._held + self._decoder.flush())
         return Cut(kept, "".join(shown), finish)
 
-    def _scan(self, matcher: StopMatcher, piece: str) -> tuple[str, str | None]:
+    def _scan(self, matcher: StopMatcher, piece: str, may_match: bool) -> tuple[str, str | None]:
         """Text that is decided now that `piece` follows, and the stop string found in it."""
         text = self._held + piece
         for position, char in enumerate(piece, len(self._held) + 1):
             self._state = matcher.step(self._state, char)
             match = matcher.match(self._state)
-            if match is not None:
+            if may_match and match is not None:
                 return text[: position if self._include else position - len(match)], match
         decided = len(text) - matcher.length(self._state)
         self._held = text[decided:]

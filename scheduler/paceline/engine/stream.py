@@ -5,55 +5,60 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from paceline.core.plan import Finish
+from paceline.core.plan import Finish, TokenLogprobs
 from paceline.core.request import RequestStats
-from paceline.engine.delta import Delta
+from paceline.engine.delta import Delta, PromptLogprobs
 from paceline.errors import PacelineError
 
 
 class Stream:
-    """A completion as it grows: iterate over its deltas.
+    """A request's completions as they grow: iterate over their deltas.
 
-    However slowly it is read, it holds at most one delta, into which later ones are merged: memory is bounded by the
-    completion, and the step loop never waits. It ends exactly once: with a delta whose `finish` is set, or by raising
-    the error that it failed with, after everything that came before the error.
+    However slowly it is read, it holds at most one delta of each choice, into which later ones are merged: memory is
+    bounded by the completions, and the step loop never waits. It ends exactly once: when every choice has had a delta
+    whose `finish` is set, or by raising the error that it failed with, after everything that came before the error.
 
     Who stops reading aborts the request: `break`, cancellation, `aclose()`. Only `aclose()` does so before anything
     else runs, and also if reading never began, so use `async with contextlib.aclosing(stream)`; the others may take one
     turn of the event loop. One reader at a time; everything happens on the loop's thread.
 
     Attributes:
-        request_id: the engine's id of the request.
+        request_id: the engine's id of the first completion.
         prompt_tokens: length of the prompt.
+        num_choices: completions.
     """
 
-    def __init__(self, request_id: int, prompt_tokens: int, on_abandon: Callable[[int], None]) -> None:
+    def __init__(
+        self, request_id: int, prompt_tokens: int, on_abandon: Callable[[int], None], num_choices: int = 1
+    ) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
+        self.num_choices = num_choices
         self._on_abandon = on_abandon
         self._ready = asyncio.Event()
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._token_offset = 0  # of the first token that waits
-        self._finish: Finish | None = None
-        self._stats: RequestStats | None = None
+        self._waiting: dict[int, _Waiting] = {}  # by choice, longest waiting first
+        self._token_offsets = [0] * num_choices  # of the first token of each choice that is not read
+        self._num_open = num_choices  # choices that may still grow
+        self._num_unread = num_choices  # choices whose end the reader has not seen
         self._error: PacelineError | None = None
-        self._read = False  # the reader has seen the end, or will not look for it
+        self._closed = False  # nobody reads any more
 
     # -- the engine's side --------------------------------------------------------------------------------------------
 
     @property
     def ended(self) -> bool:
         """The engine has nothing more to say; the reader may not have seen all of it."""
-        return self._finish is not None or self._error is not None
+        return self._num_open == 0 or self._error is not None
 
     def put(self, delta: Delta) -> None:
         """Merge a delta into what waits to be read."""
         assert not self.ended, f"request {self.request_id} goes on after its end"
-        assert delta.token_offset == self._token_offset + len(self._token_ids), (self.request_id, delta)
-        self._text.append(delta.text)
-        self._token_ids.extend(delta.token_ids)
-        self._finish, self._stats = delta.finish, delta.stats
+        waiting = self._waiting.setdefault(delta.choice, _Waiting())
+        offset = self._token_offsets[delta.choice] + len(waiting.token_ids)
+        assert waiting.finish is None, f"request {self.request_id}: choice {delta.choice} goes on after its end"
+        assert delta.token_offset == offset, (self.request_id, delta)
+        waiting.add(delta)
+        self._num_open -= delta.finish is not None
         self._ready.set()
 
     def fail(self, error: PacelineError) -> None:
@@ -66,29 +71,63 @@ class Stream:
 
     async def __aiter__(self) -> AsyncGenerator[Delta, None]:
         try:
-            while not self._read:
+            while self._num_unread and not self._closed:
                 await self._ready.wait()
-                if not self._read:
+                if not self._closed:
                     yield self._take()
         finally:
             await self.aclose()
 
     async def aclose(self) -> None:
         """Stop reading. A request that has not ended is aborted before this returns; more calls have no effect."""
-        self._read = True
+        self._closed = True
         self._ready.set()
         if not self.ended:
             self._on_abandon(self.request_id)
 
     def _take(self) -> Delta:
-        """Everything that waits, as one delta. Raises the error once nothing waits before it."""
-        if not self._text and self._error is not None:
+        """Everything that waits of one choice, as one delta. Raises the error once nothing waits before it."""
+        if not self._waiting:
+            assert self._error is not None
             raise self._error
-        delta = Delta("".join(self._text), tuple(self._token_ids), self._token_offset, self._finish, self._stats)
-        self._token_offset += len(self._token_ids)
-        self._text.clear()
-        self._token_ids.clear()
-        if self._error is None:
+        choice = next(iter(self._waiting))
+        waiting = self._waiting.pop(choice)
+        delta = waiting.as_delta(choice, self._token_offsets[choice])
+        self._token_offsets[choice] += len(delta.token_ids)
+        self._num_unread -= delta.finish is not None
+        if not self._waiting and self._error is None:
             self._ready.clear()
-        self._read = self._finish is not None
         return delta
+
+
+class _Waiting:
+    """What one choice grew by since it was last read."""
+
+    __slots__ = ("finish", "logprobs", "prompt_logprobs", "stats", "texts", "token_ids")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: PromptLogprobs = ()
+        self.finish: Finish | None = None
+        self.stats: RequestStats | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.finish, self.stats = delta.finish, delta.stats
+
+    def as_delta(self, choice: int, token_offset: int) -> Delta:
+        return Delta(
+            "".join(self.texts),
+            tuple(self.token_ids),
+            token_offset,
+            self.finish,
+            self.stats,
+            tuple(self.logprobs),
+            choice,
+            self.prompt_logprobs,
+        )
