@@ -44,11 +44,21 @@ CANNED = (
     pb.GenerateResponse(token_offset=1, token_ids=[8, 9], text="bc"),
     pb.GenerateResponse(token_offset=3, token_ids=[10], finished=FINISHED),
 )
+LOGPROBS = pb.TokenLogprobs(logprob=-0.5, rank=2, top_token_ids=[9, 7], top_logprobs=[-0.25, -0.5])
+# Two choices, mixed; the second begins and ends first.
+SEVERAL = (
+    pb.GenerateResponse(choice=1, token_ids=[7], text="x", started=STARTED, logprobs=[LOGPROBS]),
+    pb.GenerateResponse(choice=0, token_ids=[8], text="a"),
+    pb.GenerateResponse(choice=1, token_offset=1, token_ids=[9], text="y", finished=FINISHED, logprobs=[LOGPROBS]),
+    pb.GenerateResponse(choice=0, token_offset=1, token_ids=[10], text="b"),
+    pb.GenerateResponse(choice=0, finished=pb.Finished(reason=pb.FINISH_REASON_DEAD_END, detail="no way on")),
+)
 
 
 class FakeServer(generation_pb2_grpc.GenerationServiceServicer):
     """Does what the prompt says: "hang" sends one token and waits for ever, "truncate" leaves the end out,
-    "fail CODE [PUSHBACK_MS]" ends with that status, "fail later" with UNAVAILABLE after a token, all else is canned.
+    "fail CODE [PUSHBACK_MS]" ends with that status, "fail later" with UNAVAILABLE after a token, "several" has two
+    choices, all else is canned.
 
     Attributes:
         address: "HOST:PORT".
@@ -84,6 +94,9 @@ class FakeServer(generation_pb2_grpc.GenerationServiceServicer):
             case ["fail", code, *pushback]:
                 trailing = tuple(("grpc-retry-pushback-ms", value) for value in pushback)
                 await context.abort(grpc.StatusCode[code], f"no [{code}] today", trailing)
+            case ["several"]:
+                for response in SEVERAL:
+                    yield response
             case _:
                 for response in CANNED:
                     yield response

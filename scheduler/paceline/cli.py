@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -59,6 +60,16 @@ def parse_size(text: str) -> int:
     return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
 
 
+def parse_schema(text: str) -> str:
+    """A JSON schema: an object as it stands, or else the file of that name. Raises typer.BadParameter."""
+    if text.lstrip().startswith("{"):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{text!r} is neither a JSON object nor a file that can be read: {error}") from error
+
+
 # -- options of every command that runs an engine ---------------------------------------------------------------------
 
 
@@ -84,6 +95,11 @@ def engine_settings(
     depth: Annotated[
         str, typer.Option(metavar="auto|off|N", help="Draft tokens per step: chosen, none, or N.")
     ] = "auto",
+    reproducible: Annotated[
+        bool,
+        typer.Option("--reproducible", help="Greedy and seeded output to the bit, whatever runs beside it (slower)."),
+    ] = False,
+    max_logprobs: Annotated[int, typer.Option(metavar="N", help="Alternatives per token that may be asked for.")] = 20,
 ) -> EngineSettings:
     """The settings that the options stand for: these are declared here and nowhere else."""
     from paceline.wiring import EngineSettings
@@ -99,6 +115,8 @@ def engine_settings(
         block_size=block_size,
         seed=seed,
         depth=depth,
+        reproducible=reproducible,
+        max_logprobs=max_logprobs,
     )
 
 
@@ -165,20 +183,34 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy (the model's default).")] = None,
     top_p: Annotated[float | None, typer.Option(help="In (0, 1] (the model's default).")] = None,
     top_k: Annotated[int | None, typer.Option(help="0 keeps every token (the model's default).")] = None,
+    min_p: Annotated[float | None, typer.Option(help="In [0, 1], of the most probable token's share.")] = None,
+    request_seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Makes each text a function of prompt, options and this number.")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", metavar="N", help="Completions of each prompt.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop string; may be repeated.")] = None,
+    json_schema: Annotated[
+        str | None, typer.Option(parser=parse_schema, metavar="JSON|FILE", help="What every text must be valid under.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="What every text must match.")] = None,
 ) -> None:
     """Complete prompts offline, as one batch; texts stream to the terminal in the order of the prompts."""
     from paceline.llm import LLM
     from paceline.wiring import build_engine
 
-    terminal = _InTurn(prompts)
+    terminal = _InTurn([prompt for prompt in prompts for _ in range(n)])
     LLM.from_engine(build_engine(settings)).generate(
         prompts,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        stop=stop or (),
+        min_p=min_p,
+        seed=request_seed,
+        n=n,
+        stop=stop,
+        json_schema=json_schema,
+        regex=regex,
         on_text=terminal.add,
         on_finish=terminal.finish,
     )

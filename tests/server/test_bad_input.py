@@ -24,7 +24,60 @@ INVALID_FIELDS = [
     (request(sampling=pb.SamplingParams(top_p=1.1)), "sampling.top_p", ("1.1:", "in (0, 1]")),
     (request(sampling=pb.SamplingParams(top_p=-1)), "sampling.top_p", ("-1.0", "in (0, 1]")),
     (request(sampling=pb.SamplingParams(top_p=math.nan)), "sampling.top_p", ("nan", "in (0, 1]")),
+    (request(sampling=pb.SamplingParams(min_p=-0.1)), "sampling.min_p", ("-0.1:", "in [0, 1]")),
+    (request(sampling=pb.SamplingParams(min_p=1.5)), "sampling.min_p", ("1.5", "in [0, 1]")),
+    (request(sampling=pb.SamplingParams(min_p=math.nan)), "sampling.min_p", ("nan", "in [0, 1]")),
+    (request(sampling=pb.SamplingParams(typical_p=0)), "sampling.typical_p", ("0.0", "in (0, 1]")),
+    (request(sampling=pb.SamplingParams(typical_p=1.01)), "sampling.typical_p", ("1.01:", "in (0, 1]")),
+    (request(sampling=pb.SamplingParams(typical_p=math.nan)), "sampling.typical_p", ("nan", "in (0, 1]")),
+    (request(sampling=pb.SamplingParams(presence_penalty=2.1)), "sampling.presence_penalty", ("2.1:", "-2.0 and 2.0")),
+    (
+        request(sampling=pb.SamplingParams(presence_penalty=math.nan)),
+        "sampling.presence_penalty",
+        ("nan", "-2.0 and 2.0"),
+    ),
+    (
+        request(sampling=pb.SamplingParams(frequency_penalty=-2.1)),
+        "sampling.frequency_penalty",
+        ("-2.1:", "-2.0 and 2.0"),
+    ),
+    (request(sampling=pb.SamplingParams(repetition_penalty=0)), "sampling.repetition_penalty", ("0.0", "> 0")),
+    (request(sampling=pb.SamplingParams(repetition_penalty=math.inf)), "sampling.repetition_penalty", ("inf", "> 0")),
+    (
+        request(sampling=pb.SamplingParams(logit_bias={3: 100.1})),
+        "sampling.logit_bias",
+        ("{3: 100.1}", "-100.0 and 100.0"),
+    ),
+    (
+        request(sampling=pb.SamplingParams(logit_bias={3: math.nan})),
+        "sampling.logit_bias",
+        ("{3: nan}", "-100.0 and 100.0"),
+    ),
+    (request(sampling=pb.SamplingParams(logit_bias={5: 1, 997: 1})), "sampling.logit_bias", ("997", "0 to 996")),
+    (
+        request(sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))),
+        "sampling.logit_bias",
+        ("1025 tokens", "at most 1024"),
+    ),
+    (
+        request(sampling=pb.SamplingParams(allowed_token_ids=[5, 997])),
+        "sampling.allowed_token_ids",
+        ("997", "0 to 996"),
+    ),
+    (request(sampling=pb.SamplingParams(bad_words=["a", ""])), "sampling.bad_words", ("''", "1 to 256")),
+    (request(sampling=pb.SamplingParams(bad_words=["x" * 257])), "sampling.bad_words", ("xxx...", "1 to 256")),
+    (
+        request(sampling=pb.SamplingParams(bad_words=["x"] * 1025)),
+        "sampling.bad_words",
+        ("1025 words", "at most 1024"),
+    ),
     (request(max_tokens=0), "stop.max_tokens", ("0", ">= 1")),
+    (request(max_tokens=8, stop=pb.StopParams(min_tokens=9)), "stop.min_tokens", ("9", "at most max_tokens (8)")),
+    (
+        pb.GenerateRequest(prompt_text="hello", stop=pb.StopParams(min_tokens=MAX_MODEL_LEN)),
+        "stop.min_tokens",
+        (f"{MAX_MODEL_LEN}:", f"at most {MAX_MODEL_LEN - 5}"),
+    ),
     (request(stop=pb.StopParams(token_ids=[5, 997])), "stop.token_ids", ("997", "0 to 996")),
     (request(stop=pb.StopParams(strings=[""])), "stop.strings", ("''", "1 to 256")),
     (request(stop=pb.StopParams(strings=["x" * 257])), "stop.strings", ("xxx...", "1 to 256")),
@@ -50,7 +103,35 @@ INVALID_FIELDS = [
         "speculation.mode",
         ("77", "SPECULATION_MODE_OFF"),
     ),
+    (
+        request(speculation=pb.SpeculationParams(verification=pb.VERIFICATION_RULE_BLOCK)),
+        "speculation.verification",
+        ("'block'", "unset, for a greedy request"),
+    ),
+    (
+        request(
+            speculation=pb.SpeculationParams(verification=pb.VERIFICATION_RULE_TOKEN_WISE),
+            sampling=pb.SamplingParams(temperature=1, seed=0),
+        ),
+        "speculation.verification",
+        ("'token_wise'", "unset, for a seeded request"),
+    ),
+    (
+        request(speculation=pb.SpeculationParams(verification=9)),  # type: ignore[arg-type]
+        "speculation.verification",
+        ("9", "VERIFICATION_RULE_BLOCK"),
+    ),
     (request(output=pb.OutputParams(content=9)), "output.content", ("9", "OUTPUT_CONTENT_TEXT")),  # type: ignore[arg-type]
+    (
+        request(output=pb.OutputParams(logprobs_mode=9)),  # type: ignore[arg-type]
+        "output.logprobs_mode",
+        ("9", "LOGPROBS_MODE_PROCESSED"),
+    ),
+    (request(output=pb.OutputParams(logprobs=21)), "output.logprobs", ("21", "0..20")),
+    (request(output=pb.OutputParams(prompt_logprobs=21)), "output.prompt_logprobs", ("21", "0..20")),
+    (request(n=65), "n", ("65", "1..64")),
+    (request(structured=pb.StructuredOutput(regex="")), "structured.regex", ("''", "at least one character")),
+    (request(structured=pb.StructuredOutput(choice=pb.Choices())), "structured.choice", ("[]", "at least one text")),
     (request(request_id="two words"), "request_id", ("'two words'", "1 to 128 printable ASCII")),
     (request(request_id="x" * 129), "request_id", ("xxx...", "1 to 128 printable ASCII")),
     (request(request_id="né"), "request_id", ("'né'", "1 to 128 printable ASCII")),
@@ -84,6 +165,7 @@ async def bystander(serving: Serving) -> Bystander:
     return live
 
 
+@pytest.mark.asyncio(loop_factories=["uvloop"])  # which loop it is has no part in a refusal, and there are many
 @pytest.mark.parametrize(("message", "field", "said"), INVALID_FIELDS, ids=[row[1] for row in INVALID_FIELDS])
 async def test_invalid_fields(
     serving: Serving, bystander: Bystander, message: pb.GenerateRequest, field: str, said: tuple[str, ...]
@@ -163,10 +245,10 @@ async def test_full_queue_is_worth_a_retry() -> None:
 async def test_bugs_are_logged_and_not_told(
     serving: Serving, bystander: Bystander, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(request: object) -> tuple[int, ...]:
+    def broken(request: object) -> None:
         raise ValueError("a secret")
 
-    monkeypatch.setattr(serving.engine.engine, "encode", broken)
+    monkeypatch.setattr(serving.engine.engine, "prepare", broken)
     error = await failure(serving.stub.Generate(request(request_id="unlucky")))
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in str(error)
@@ -180,31 +262,17 @@ async def test_bugs_are_logged_and_not_told(
 # -- fields that are known and not supported yet ----------------------------------------------------------------------
 
 UNSUPPORTED_REQUESTS = {
-    "sampling.min_p": request(sampling=pb.SamplingParams(min_p=0)),
-    "sampling.presence_penalty": request(sampling=pb.SamplingParams(presence_penalty=0)),
-    "sampling.frequency_penalty": request(sampling=pb.SamplingParams(frequency_penalty=0.5)),
-    "sampling.repetition_penalty": request(sampling=pb.SamplingParams(repetition_penalty=1)),
-    "sampling.seed": request(sampling=pb.SamplingParams(seed=0)),
-    "sampling.logit_bias": request(sampling=pb.SamplingParams(logit_bias={3: 1.0})),
-    "sampling.typical_p": request(sampling=pb.SamplingParams(typical_p=0.9)),
-    "sampling.allowed_token_ids": request(sampling=pb.SamplingParams(allowed_token_ids=[1])),
-    "sampling.bad_words": request(sampling=pb.SamplingParams(bad_words=["x"])),
-    "stop.min_tokens": request(stop=pb.StopParams(min_tokens=1)),
-    "output.logprobs": request(output=pb.OutputParams(logprobs=0)),
-    "output.prompt_logprobs": request(output=pb.OutputParams(prompt_logprobs=1)),
-    "output.logprobs_mode": request(output=pb.OutputParams(logprobs_mode=pb.LOGPROBS_MODE_RAW)),
     "output.max_chunk_delay": request(output=pb.OutputParams(max_chunk_delay={})),
     "scheduling.tenant": request(scheduling=pb.SchedulingParams(tenant="a")),
     "scheduling.priority": request(scheduling=pb.SchedulingParams(priority=-1)),
     "scheduling.queue_timeout": request(scheduling=pb.SchedulingParams(queue_timeout={"seconds": 1})),
     "scheduling.time_to_first_token": request(scheduling=pb.SchedulingParams(time_to_first_token={"seconds": 1})),
     "scheduling.time_per_output_token": request(scheduling=pb.SchedulingParams(time_per_output_token={})),
-    "structured": request(structured=pb.StructuredOutput(regex="a+")),
-    "n": request(n=2),
 }
 
 
-@pytest.mark.parametrize("path", sorted(UNSUPPORTED | {"n"}))
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+@pytest.mark.parametrize("path", sorted(UNSUPPORTED))
 async def test_unsupported_fields_are_refused_by_name(serving: Serving, bystander: Bystander, path: str) -> None:
     error = await failure(serving.stub.Generate(UNSUPPORTED_REQUESTS[path]))
     assert error.code() is PRECONDITION

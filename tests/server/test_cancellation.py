@@ -70,6 +70,16 @@ async def test_cancelled_while_streaming(lagging: Serving) -> None:
     await freed_without_a_step(lagging)
 
 
+async def test_cancelled_with_several_choices(lagging: Serving) -> None:
+    call = lagging.stub.Generate(request(max_tokens=500, n=4))
+    lagging.runner.allow(6)
+    await lagging.until(lambda: lagging.runner.steps == 6)
+    assert len(lagging.scheduler.running) == 4
+    await call.read()
+    assert call.cancel()
+    await freed_without_a_step(lagging)
+
+
 async def test_cancelled_before_the_first_token(lagging: Serving) -> None:
     call = lagging.stub.Generate(request(max_tokens=500))
     await lagging.until(lambda: lagging.scheduler.kv.num_free_blocks < NUM_BLOCKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -81,7 +82,7 @@ def test_help_needs_no_torch() -> None:
 def test_both_commands_have_the_engine_options(command: str) -> None:
     text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
     options = ("model", "draft", "dtype", "max-model-len", "max-num-seqs", "max-num-batched-tokens", "kv-cache-memory")
-    for option in (*options, "block-size", "seed", "depth"):
+    for option in (*options, "block-size", "seed", "depth", "reproducible", "max-logprobs"):
         assert f"--{option}" in text
 
 
@@ -96,6 +97,32 @@ def test_one_prompt_streams(checkpoint: str) -> None:
     assert result.output == again.output
     assert result.output.endswith("\n")
     assert result.output.strip()
+
+
+def test_a_seed_makes_it_again(checkpoint: str) -> None:
+    arguments = ["generate", "A line", "--model", checkpoint, *SMALL, "--max-tokens", "9", "--n", "2"]
+    seeded = [*arguments, "--temperature", "1", "--request-seed", "7"]
+    first, again = (CliRunner().invoke(app, [*seeded, "--seed", seed]) for seed in ("0", "1"))
+    assert first.exit_code == 0, first.output
+    assert first.output == again.output
+    texts = first.output.split("==> A line\n")[1:]
+    assert len(texts) == 2
+    assert texts[0].strip() != texts[1].strip()
+
+
+def test_texts_have_a_form(checkpoint: str, tmp_path: Path) -> None:
+    arguments = ["generate", "A line", "--model", checkpoint, *SMALL, "--max-tokens", "20", "--temperature", "0"]
+    assert CliRunner().invoke(app, [*arguments, "--regex", "[0-9]{3}"]).output.strip().isdigit()
+    file = tmp_path / "schema.json"
+    file.write_text('{"enum": ["yes", "no"]}')
+    for schema in (str(file), file.read_text()):
+        assert json.loads(CliRunner().invoke(app, [*arguments, "--json-schema", schema]).output) in ("yes", "no")
+
+
+def test_a_schema_that_is_neither_text_nor_file() -> None:
+    result = CliRunner().invoke(app, ["generate", "x", "--json-schema", "no such file"])
+    assert result.exit_code == 2
+    assert "neither a JSON object nor a file" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_texts_stream_in_the_order_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +155,12 @@ def test_several_prompts_come_in_turn(checkpoint: str) -> None:
         (["x", "--top-p", "1.5"], "sampling.top_p = 1.5"),
         (["x", "--temperature", "-1"], "sampling.temperature = -1.0"),
         (["x", "--max-tokens", "0"], "stop.max_tokens = 0"),
+        (["x", "--min-p", "2"], "sampling.min_p = 2.0"),
+        (["x", "--request-seed", "-1"], "sampling.seed = -1"),
+        (["x", "--n", "65"], "n = 65"),
+        (["x", "--regex", "("], "structured.regex = '('"),
+        (["x", "--json-schema", '{"type": 3}'], "structured.json_schema = "),
+        (["x", "--max-logprobs", "-1"], "max_logprobs = -1"),
         (["x", "--depth", "deep"], "depth = 'deep'"),
         (["x", "--dtype", "int4"], "dtype = 'int4'"),
         ([""], "prompt_text = ''"),

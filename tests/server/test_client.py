@@ -29,6 +29,7 @@ from paceline.client import (
     SpeculationStats,
     Started,
     Timing,
+    TokenLogprobs,
     Usage,
     build_request,
 )
@@ -94,6 +95,44 @@ async def test_a_generation_is_read_once(client: AsyncClient) -> None:
 async def test_a_stream_without_its_end_is_an_error(client: AsyncClient) -> None:
     with pytest.raises(RpcError, match="INTERNAL: the stream ended without"):
         await client.complete("truncate")
+
+
+async def test_deltas_say_whose_they_are(client: AsyncClient) -> None:
+    generation = client.generate("several", n=2)
+    deltas = [delta async for delta in generation]
+    assert [(delta.choice, delta.text, delta.token_offset) for delta in deltas] == [
+        (1, "x", 0),
+        (0, "a", 0),
+        (1, "y", 1),
+        (0, "b", 1),
+    ]
+    assert generation.finished_by_choice.keys() == {0, 1}
+    assert generation.finished_by_choice[1] == FINISHED
+    assert generation.finished is generation.finished_by_choice[0]
+
+
+async def test_all_choices_are_collected_in_their_order(client: AsyncClient) -> None:
+    first, second = await client.complete_all("several", n=2)
+    logprobs = TokenLogprobs(-0.5, 2, (9, 7), (-0.25, -0.5))
+    assert second == Completion("xy", (7, 9), STARTED, FINISHED, (logprobs, logprobs))
+    assert (first.text, first.token_ids, first.logprobs) == ("ab", (8, 10), ())
+    assert (first.finished.reason, first.finished.detail) == (FinishReason.DEAD_END, "no way on")
+    assert first.started == STARTED
+
+
+async def test_one_choice_is_collected_as_a_list_too(client: AsyncClient) -> None:
+    assert await client.complete_all("hello") == [await client.complete("hello")]
+
+
+async def test_several_choices_are_no_single_completion(client: AsyncClient, server: FakeServer) -> None:
+    with pytest.raises(errors.InvalidArgument, match=r"n = 2: must be 1 .* complete_all and collect_all"):
+        await client.complete("several", n=2)
+    assert server.requests == []
+
+
+async def test_a_stream_without_the_end_of_a_choice_is_an_error(client: AsyncClient) -> None:
+    with pytest.raises(RpcError, match=r"INTERNAL: .* without a `finished` message for choice 2"):
+        await client.complete_all("several", n=3)
 
 
 def test_every_finish_reason_of_the_contract_has_a_name() -> None:
@@ -286,18 +325,34 @@ def test_options() -> None:
         content="text",
         request_id="r",
         min_p=None,
+        logit_bias={3: -1.5},
+        bad_words=["x", "y"],
+        n=2,
+        logprobs=0,
+        logprobs_mode="processed",
+        verification="block",
+        json_schema={"type": "integer"},
     )
     assert request == text_format.Parse(
         """
-        request_id: "r" prompt_text: "x"
-        sampling {temperature: 0 top_p: 0.5 top_k: 0 seed: 18446744073709551615}
+        request_id: "r" prompt_text: "x" n: 2
+        sampling {
+            temperature: 0 top_p: 0.5 top_k: 0 seed: 18446744073709551615
+            logit_bias {key: 3 value: -1.5} bad_words: ["x", "y"]
+        }
         stop {max_tokens: 0 strings: "END" token_ids: 3 ignore_eos: true}
-        speculation {mode: SPECULATION_MODE_DRAFT_MODEL max_draft_tokens: 4 min_draft_tokens: 0}
-        output {content: OUTPUT_CONTENT_TEXT}
+        speculation {
+            mode: SPECULATION_MODE_DRAFT_MODEL max_draft_tokens: 4 min_draft_tokens: 0
+            verification: VERIFICATION_RULE_BLOCK
+        }
+        output {content: OUTPUT_CONTENT_TEXT logprobs: 0 logprobs_mode: LOGPROBS_MODE_PROCESSED}
+        structured {json_schema: '{"type": "integer"}'}
         """,
         pb.GenerateRequest(),
     )
     assert list(build_request("x", stop=["a", "b"]).stop.strings) == ["a", "b"]
+    assert build_request("x", json_schema="{").structured.json_schema == "{", "the server judges it"
+    assert build_request("x", choices=[]).structured.HasField("choice")
 
 
 @pytest.mark.parametrize(
@@ -306,6 +361,16 @@ def test_options() -> None:
         ("x", {"max_tokens": -1}, r"stop.max_tokens = -1: must be an integer in 0..2\^32-1"),
         ("x", {"max_tokens": 1.5}, "stop.max_tokens = 1.5: must be an integer"),
         ("x", {"temperature": "hot"}, "sampling.temperature = 'hot': must be a number"),
+        ("x", {"n": -1}, "n = -1: must be an integer"),
+        ("x", {"bad_words": "abc"}, "sampling.bad_words = 'abc': must be a sequence, each text"),
+        ("x", {"logit_bias": [3]}, r"sampling.logit_bias = \[3\]: must be a mapping of token ids to numbers"),
+        ("x", {"logit_bias": {-1: 0.5}}, "sampling.logit_bias = {-1: 0.5}: must be a mapping of token ids"),
+        ("x", {"regex": "a", "choices": ["b"]}, "structured = 'regex and choices': must be one of json_schema, regex"),
+        ("x", {"json_schema": {"const": {1}}}, "structured.json_schema = .*: must be JSON text, or what JSON can hold"),
+        ("x", {"choices": "ab"}, "structured.choice.values = 'ab': must be a sequence"),
+        ("x", {"logprobs": -1}, "output.logprobs = -1: must be an integer"),
+        ("x", {"logprobs_mode": "log"}, "output.logprobs_mode = 'log': must be one of raw, processed"),
+        ("x", {"verification": "greedy"}, "speculation.verification = 'greedy': must be one of token_wise, block"),
         ("x", {"stop": ["a", 1]}, r"stop.strings = \['a', 1\]: must be a sequence, each text"),
         ("x", {"speculation": "fast"}, "speculation.mode = 'fast': must be one of auto, off, ngram, draft_model"),
         ("x", {"content": "html"}, "output.content = 'html': must be one of text, token_ids, text_and_token_ids"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import grpc
 import pytest
@@ -22,6 +23,11 @@ def ids_of(responses: list[pb.GenerateResponse]) -> list[int]:
     return [token_id for response in responses for token_id in response.token_ids]
 
 
+def offsets_of(responses: list[pb.GenerateResponse]) -> list[int]:
+    """Where the tokens of each message begin, if none is missing."""
+    return list(itertools.accumulate((len(response.token_ids) for response in responses[:-1]), initial=0))
+
+
 def text_in(responses: list[pb.GenerateResponse]) -> str:
     return "".join(response.text for response in responses)
 
@@ -31,10 +37,7 @@ async def test_text_and_ids_of_the_whole_completion(free: Serving) -> None:
     wanted = reference_output(b"hello", 40)
     assert ids_of(responses) == wanted
     assert text_in(responses) == text_of(wanted)
-    offset = 0
-    for response in responses:
-        assert response.token_offset == offset
-        offset += len(response.token_ids)
+    assert [response.token_offset for response in responses] == offsets_of(responses)
 
 
 async def test_first_message_starts_and_last_one_finishes(free: Serving) -> None:
@@ -123,6 +126,38 @@ async def test_final_only_is_one_message(free: Serving) -> None:
     assert response.token_offset == 0
     assert response.HasField("started")
     assert response.HasField("finished")
+
+
+async def test_choices_are_told_apart(free: Serving) -> None:
+    responses = await read(free, request("hello", max_tokens=40, n=3))
+    assert [response.HasField("started") for response in responses] == [True] + [False] * (len(responses) - 1)
+    wanted = reference_output(b"hello", 40)
+    for choice in range(3):
+        own = [response for response in responses if response.choice == choice]
+        assert ids_of(own) == wanted
+        assert text_in(own) == text_of(wanted)
+        assert [response.token_offset for response in own] == offsets_of(own)
+        assert [response.HasField("finished") for response in own] == [False] * (len(own) - 1) + [True]
+        usage = own[-1].finished.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (5, 40)
+    await free.until(lambda: free.idle)
+
+
+async def test_final_only_is_one_message_for_each_choice(free: Serving) -> None:
+    responses = await read(free, request("hello", max_tokens=40, n=3, output=pb.OutputParams(final_only=True)))
+    assert sorted(response.choice for response in responses) == [0, 1, 2]
+    assert [response.HasField("started") for response in responses] == [True, False, False]
+    for response in responses:
+        assert list(response.token_ids) == reference_output(b"hello", 40)
+        assert response.token_offset == 0
+        assert response.HasField("finished")
+
+
+async def test_a_seed_is_confirmed(free: Serving) -> None:
+    responses = await read(free, request(sampling=pb.SamplingParams(seed=0)))
+    assert responses[0].started.HasField("seed")
+    assert responses[0].started.seed == 0
+    assert not (await read(free, request()))[0].started.HasField("seed")
 
 
 async def test_messages_that_would_carry_nothing_are_not_sent(free: Serving) -> None:

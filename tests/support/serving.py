@@ -32,11 +32,21 @@ EOS = 990
 PATIENCE = 60.0  # seconds after which a test that waits has failed; nothing is asserted about time
 
 
+class ToyDecoder:
+    def __init__(self, width: int = 1) -> None:
+        self.width = width
+
+    def push(self, token_id: int) -> str:
+        return "" if token_id == EOS else chr(ord("a") + token_id % 26) * self.width
+
+    def flush(self) -> str:
+        return ""
+
+
 class ToyTokenizer:
     """Prompts are their bytes; every token but EOS is shown as one letter, `width` times."""
 
     vocab_size = VOCAB_SIZE
-    special_token_ids = frozenset({EOS})
 
     def __init__(self, width: int = 1) -> None:
         self.width = width
@@ -47,12 +57,15 @@ class ToyTokenizer:
     def apply_chat_template(self, messages: Sequence[ChatMessage]) -> list[int]:
         return self.encode("".join(f"{message.role}: {message.content}\n" for message in messages))
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id == EOS else bytes([ord("a") + token_id % 26]) * self.width
+    def encode_words(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def decoder(self, prompt_token_ids: Sequence[int], *, special_tokens: bool) -> ToyDecoder:
+        return ToyDecoder(self.width)
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    return b"".join(ToyTokenizer().token_bytes(token_id) for token_id in token_ids).decode()
+    return "".join(map(ToyDecoder().push, token_ids))
 
 
 class GatedRunner(ScriptedRunner):

@@ -10,8 +10,27 @@ async with AsyncClient("127.0.0.1:50051") as client:
 from paceline.client.client import AsyncClient, HealthStatus
 from paceline.client.errors import RpcError
 from paceline.client.generation import Generation
-from paceline.client.request import ChatMessage, Content, GenerateOptions, Prompt, Speculation, build_request
-from paceline.client.results import Completion, Delta, Finished, FinishReason, SpeculationStats, Started, Timing, Usage
+from paceline.client.request import (
+    ChatMessage,
+    Content,
+    GenerateOptions,
+    LogprobsMode,
+    Prompt,
+    Speculation,
+    Verification,
+    build_request,
+)
+from paceline.client.results import (
+    Completion,
+    Delta,
+    Finished,
+    FinishReason,
+    SpeculationStats,
+    Started,
+    Timing,
+    TokenLogprobs,
+    Usage,
+)
 
 __all__ = [
     "AsyncClient",
@@ -24,12 +43,15 @@ __all__ = [
     "GenerateOptions",
     "Generation",
     "HealthStatus",
+    "LogprobsMode",
     "Prompt",
     "RpcError",
     "Speculation",
     "SpeculationStats",
     "Started",
     "Timing",
+    "TokenLogprobs",
     "Usage",
+    "Verification",
     "build_request",
 ]

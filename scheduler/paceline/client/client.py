@@ -87,11 +87,21 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109 the deadline of the RPC, which the server has to know
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """`generate`, read to the end."""
+        """`generate`, read to the end. For several choices (n > 1) there is `complete_all`."""
         return await self.generate(prompt, timeout=timeout, **options).collect()
 
+    async def complete_all(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 the deadline of the RPC, as above
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion]:
+        """`generate`, read to the end: one completion for each of the `n` choices, in the order of their indices."""
+        return await self.generate(prompt, timeout=timeout, **options).collect_all()
+
     def send(self, request: pb.GenerateRequest, *, timeout: float | None = None) -> Generation:
-        """`generate` for a message made by hand, which may use all of the contract but several choices (n > 1)."""
+        """`generate` for a message made by hand, which may use all of the contract."""
 
         def start() -> GenerateCall:
             method: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]
@@ -102,7 +112,7 @@ class AsyncClient:
             )
             return method(request, timeout=timeout, metadata=self._metadata)
 
-        return Generation(start)
+        return Generation(start, request.n or 1)
 
     async def health(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -11,14 +12,15 @@ import grpc
 import grpc.aio
 
 from paceline.client.errors import error_for, from_grpc
-from paceline.client.results import Completion, Delta, Finished, Started, read_finished, read_started
+from paceline.client.results import Completion, Delta, Finished, Started, read_delta, read_finished, read_started
+from paceline.errors import InvalidArgument
 from paceline.v1 import generation_pb2 as pb
 
 GenerateCall: TypeAlias = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class Generation:
-    """The deltas of one generation, to be read once by one task.
+    """The deltas of one generation, to be read once by one task. Those of its n choices come as they come, mixed.
 
     The RPC starts with the first delta asked for. Leaving the loop early, by `break`, by an exception or because the
     task was cancelled, cancels the RPC, and with it the work on the server; `aclose()` does so at any other moment.
@@ -30,15 +32,21 @@ class Generation:
 
     Attributes:
         started: what the server said first; None until then.
-        finished: how the generation ended; None until it did. Reading mutates both.
+        finished_by_choice: how each choice ended, by its index, for those that did. Reading mutates both.
     """
 
-    def __init__(self, start: Callable[[], GenerateCall]) -> None:
+    def __init__(self, start: Callable[[], GenerateCall], n: int = 1) -> None:
         self._start = start
+        self._n = n
         self._call: GenerateCall | None = None
         self._used = False
         self.started: Started | None = None
-        self.finished: Finished | None = None
+        self.finished_by_choice: dict[int, Finished] = {}
+
+    @property
+    def finished(self) -> Finished | None:
+        """How the generation ended: with several choices, the first of them. None until it did."""
+        return self.finished_by_choice.get(0)
 
     def __aiter__(self) -> AsyncGenerator[Delta, None]:
         # A generator of its own, which only the loop holds: a `break` drops it, and the event loop then closes it.
@@ -51,16 +59,29 @@ class Generation:
         """Read to the end.
 
         Raises:
+            InvalidArgument: several choices (n > 1) are no single completion; nothing was sent.
             RpcError: the RPC failed.
         """
-        texts: list[str] = []
-        token_ids: list[int] = []
+        if self._n > 1:
+            raise InvalidArgument(
+                "n", self._n, "1 here; complete_all and collect_all give a completion for each choice"
+            )
+        [completion] = await self.collect_all()
+        return completion
+
+    async def collect_all(self) -> list[Completion]:
+        """Read to the end: the completion of every choice, in the order of their indices.
+
+        Raises:
+            RpcError: the RPC failed.
+        """
+        deltas: defaultdict[int, list[Delta]] = defaultdict(list)
         async for delta in self:
-            texts.append(delta.text)
-            token_ids.extend(delta.token_ids)
-        if self.started is None or self.finished is None:
+            deltas[delta.choice].append(delta)
+        started = self.started
+        if started is None:
             raise error_for(grpc.StatusCode.INTERNAL, "the stream had no `started` message")
-        return Completion("".join(texts), tuple(token_ids), self.started, self.finished)
+        return [_completion(deltas[choice], started, self.finished_by_choice[choice]) for choice in range(self._n)]
 
     async def aclose(self) -> None:
         """Cancel the RPC unless it has ended; who still reads gets `Cancelled`. Nothing can be read afterwards."""
@@ -83,9 +104,9 @@ class Generation:
                 if response.HasField("started"):
                     self.started = read_started(response.started)
                 if response.HasField("finished"):
-                    self.finished = read_finished(response.finished)
-                if response.text or response.token_ids:
-                    yield Delta(response.text, tuple(response.token_ids), response.token_offset)
+                    self.finished_by_choice[response.choice] = read_finished(response.finished)
+                if response.text or response.token_ids or response.logprobs:
+                    yield read_delta(response)
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from error
         except asyncio.CancelledError:
@@ -95,8 +116,20 @@ class Generation:
             raise error_for(grpc.StatusCode.CANCELLED, "the generation or its client was closed") from None
         finally:
             call.cancel()  # does nothing once the RPC has ended
-        if self.finished is None:
-            raise error_for(grpc.StatusCode.INTERNAL, "the stream ended without a `finished` message")
+        missing = [choice for choice in range(self._n) if choice not in self.finished_by_choice]
+        if missing:
+            text = f"the stream ended without a `finished` message for choice {missing[0]}"
+            raise error_for(grpc.StatusCode.INTERNAL, text)
+
+
+def _completion(deltas: list[Delta], started: Started, finished: Finished) -> Completion:
+    return Completion(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        started=started,
+        finished=finished,
+        logprobs=tuple(token for delta in deltas for token in delta.logprobs),
+    )
 
 
 def _being_cancelled() -> bool:

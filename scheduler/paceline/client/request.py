@@ -5,9 +5,10 @@ The server judges values; here only what the contract cannot carry is refused, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, TypedDict, Unpack
+from typing import Final, Literal, TypeAlias, TypedDict, Unpack, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -27,17 +28,28 @@ class ChatMessage:
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, str]]
 Speculation: TypeAlias = Literal["auto", "off", "ngram", "draft_model"]
 Content: TypeAlias = Literal["text", "token_ids", "text_and_token_ids"]
+Verification: TypeAlias = Literal["token_wise", "block"]
+LogprobsMode: TypeAlias = Literal["raw", "processed"]
 
 
 class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `generate` and `complete`; what is absent or None is the server's default.
 
-    Sampling: `temperature` (0 is greedy), `top_p`, `top_k`, `min_p`, `presence_penalty`, `frequency_penalty`,
-    `repetition_penalty`, `seed`.
+    The contract, `paceline/v1/generation.proto`, has ranges and meanings.
+
+    Sampling: `temperature` (0 is greedy), `top_p`, `top_k`, `min_p`, `typical_p`, `presence_penalty`,
+    `frequency_penalty`, `repetition_penalty`, `logit_bias` (token id to bias), `allowed_token_ids` (empty allows all),
+    `bad_words`, `seed`.
+    Choices: `n` completions of the prompt (1); read several with `complete_all`, or by `Delta.choice`.
+    Structure, one of: `json_schema` (text, or what JSON can hold), `regex`, `grammar` (Lark),
+    `choices` (the completion is one of these texts).
     Stopping: `max_tokens`, `min_tokens`, `stop` (one string or several), `stop_token_ids`, `ignore_eos`,
     `include_stop_string`.
-    Speculation: `speculation` ("auto"), `max_draft_tokens`, `min_draft_tokens` (bounds of the depth, in tokens).
-    Output: `content` ("text_and_token_ids"), `final_only` (one message, at the end).
+    Speculation: `speculation` ("auto"), `max_draft_tokens`, `min_draft_tokens` (bounds of the depth, in tokens),
+    `verification` (the server's best; for sampled requests without a seed).
+    Output: `content` ("text_and_token_ids"), `include_special_tokens` (in the text), `final_only` (one message for each
+    choice, when it ends), `logprobs` and `prompt_logprobs` (how many alternatives to each token, 0 for none),
+    `logprobs_mode` ("raw", or "processed": of the distribution that was sampled).
     Naming: `request_id`, `model`.
     """
 
@@ -45,10 +57,19 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    typical_p: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
     repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
     seed: int | None
+    n: int | None
+    json_schema: str | Mapping[str, object] | None
+    regex: str | None
+    grammar: str | None
+    choices: Sequence[str] | None
     max_tokens: int | None
     min_tokens: int | None
     stop: str | Sequence[str] | None
@@ -58,8 +79,13 @@ class GenerateOptions(TypedDict, total=False):
     speculation: Speculation | None
     max_draft_tokens: int | None
     min_draft_tokens: int | None
+    verification: Verification | None
     content: Content | None
+    include_special_tokens: bool | None
     final_only: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    logprobs_mode: LogprobsMode | None
     request_id: str | None
     model: str | None
 
@@ -74,6 +100,14 @@ _CONTENTS: Final[dict[str, pb.OutputContent]] = {
     "text": pb.OUTPUT_CONTENT_TEXT,
     "token_ids": pb.OUTPUT_CONTENT_TOKEN_IDS,
     "text_and_token_ids": pb.OUTPUT_CONTENT_TEXT_AND_TOKEN_IDS,
+}
+_RULES: Final[dict[str, pb.VerificationRule]] = {
+    "token_wise": pb.VERIFICATION_RULE_TOKEN_WISE,
+    "block": pb.VERIFICATION_RULE_BLOCK,
+}
+_LOGPROBS_MODES: Final[dict[str, pb.LogprobsMode]] = {
+    "raw": pb.LOGPROBS_MODE_RAW,
+    "processed": pb.LOGPROBS_MODE_PROCESSED,
 }
 _ALLOWED: Final = {
     FieldDescriptor.TYPE_UINT32: "an integer in 0..2^32-1",
@@ -96,7 +130,7 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
     get = options.get  # untyped on purpose: `_fill` lets the message judge the values
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
-    _fill(request, "", request_id=get("request_id"), model=get("model"))
+    _fill(request, "", request_id=get("request_id"), model=get("model"), n=get("n"))
     _fill(
         request.sampling,
         "sampling",
@@ -104,11 +138,16 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
         top_p=get("top_p"),
         top_k=get("top_k"),
         min_p=get("min_p"),
+        typical_p=get("typical_p"),
         presence_penalty=get("presence_penalty"),
         frequency_penalty=get("frequency_penalty"),
         repetition_penalty=get("repetition_penalty"),
+        logit_bias=get("logit_bias"),
+        allowed_token_ids=get("allowed_token_ids"),
+        bad_words=get("bad_words"),
         seed=get("seed"),
     )
+    _set_structure(request.structured, options)
     stop = get("stop")
     _fill(
         request.stop,
@@ -126,12 +165,17 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
         mode=_choose("speculation.mode", options.get("speculation") or "auto", _MODES),
         max_draft_tokens=get("max_draft_tokens"),
         min_draft_tokens=get("min_draft_tokens"),
+        verification=_choose("speculation.verification", options.get("verification"), _RULES),
     )
     _fill(
         request.output,
         "output",
         content=_choose("output.content", options.get("content") or "text_and_token_ids", _CONTENTS),
+        include_special_tokens=get("include_special_tokens"),
         final_only=get("final_only"),
+        logprobs=get("logprobs"),
+        prompt_logprobs=get("prompt_logprobs"),
+        logprobs_mode=_choose("output.logprobs_mode", options.get("logprobs_mode"), _LOGPROBS_MODES),
     )
     return request
 
@@ -160,7 +204,37 @@ def _turn(field: str, item: object) -> tuple[str, str]:
     raise InvalidArgument(field, item, "a ChatMessage, or a mapping with the keys role and content")
 
 
-def _choose(field: str, value: str, choices: Mapping[str, int]) -> int:
+def _set_structure(structured: pb.StructuredOutput, options: GenerateOptions) -> None:
+    names = ("json_schema", "regex", "grammar", "choices")
+    given = [name for name in names if options.get(name) is not None]
+    if len(given) > 1:
+        raise InvalidArgument("structured", " and ".join(given), f"one of {', '.join(names)}")
+    choices = options.get("choices")
+    if choices is not None:
+        structured.choice.SetInParent()  # an empty list too is a choice of the oneof: the server says what is wrong
+        _fill(structured.choice, "structured.choice", values=choices)
+        return
+    _fill(
+        structured,
+        "structured",
+        json_schema=_json_text(options.get("json_schema")),
+        regex=options.get("regex"),
+        grammar=options.get("grammar"),
+    )
+
+
+def _json_text(schema: str | Mapping[str, object] | None) -> str | None:
+    if schema is None or isinstance(schema, str):
+        return schema
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument("structured.json_schema", schema, "JSON text, or what JSON can hold") from error
+
+
+def _choose(field: str, value: str | None, choices: Mapping[str, int]) -> int | None:
+    if value is None:
+        return None
     if value not in choices:
         raise InvalidArgument(field, value, f"one of {', '.join(choices)}")
     return choices[value]
@@ -172,13 +246,18 @@ def _fill(message: Message, path: str, **values: object) -> None:
         if value is None:
             continue
         field = message.DESCRIPTOR.fields_by_name[name]
+        held = getattr(message, name)
+        allowed = _ALLOWED.get(field.type, "a known value")
         try:
-            if field.is_repeated:
-                getattr(message, name).extend(value)
+            if isinstance(held, MutableMapping):
+                allowed = "a mapping of token ids to numbers"
+                held.update(cast("Mapping[int, float]", value))
+            elif field.is_repeated:
+                allowed = f"a sequence, each {allowed}"
+                if isinstance(value, str):  # a sequence of texts too, but hardly meant as one
+                    raise TypeError
+                held.extend(value)
             else:
                 setattr(message, name, value)
         except (TypeError, ValueError) as error:
-            allowed = _ALLOWED.get(field.type, "a known value")
-            if field.is_repeated:
-                allowed = f"a sequence, each {allowed}"
             raise InvalidArgument(f"{path}.{name}".lstrip("."), value, allowed) from error

@@ -20,6 +20,7 @@ class FinishReason(StrEnum):
     STOP_TOKEN = "stop_token"
     MAX_TOKENS = "max_tokens"
     CONTEXT_LENGTH = "context_length"
+    DEAD_END = "dead_end"
 
 
 def _words(enum: str, prefix: str) -> dict[int, str]:
@@ -35,6 +36,23 @@ _MODES: Final = _words("SpeculationMode", "SPECULATION_MODE_")
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable a token was, and what would have been more so.
+
+    Attributes:
+        logprob: natural logarithm of the token's probability.
+        rank: 1 for the most probable token: 1 + how many are more probable.
+        top_token_ids: the most probable tokens, best first, as many as were asked for.
+        top_logprobs: theirs; -inf for a token that was cut away, with `logprobs_mode="processed"`.
+    """
+
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """Newly generated output.
 
@@ -42,22 +60,32 @@ class Delta:
         text: what was added to the text; empty while a stop string or a split character is held back.
         token_ids: what was added to the tokens; several at once when drafts were accepted.
         token_offset: index of the first of `token_ids` in the completion.
+        choice: which of the n completions grew.
+        logprobs: one for each new token, if asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     token_offset: int
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What the server says before the first token."""
+    """What the server says before the first token.
+
+    Attributes:
+        seed: the request's own.
+        prompt_logprobs: one for each token of the prompt, if asked for; None for the first, which nothing predicts.
+    """
 
     request_id: str
     model: str
     prompt_tokens: int
     cached_prompt_tokens: int
     seed: int | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +136,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a completion ended. `stop_string` or `stop_token_id` is what matched, where something did."""
+    """How a completion ended.
+
+    Attributes:
+        stop_string, stop_token_id: what matched, where something did.
+        detail: why, in words, after a dead end; else empty.
+    """
 
     reason: FinishReason
     stop_string: str | None
@@ -116,16 +149,33 @@ class Finished:
     usage: Usage
     speculation: SpeculationStats
     timing: Timing
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole generation, collected."""
+    """A whole completion, collected. `logprobs` has one entry for each of `token_ids`, if asked for."""
 
     text: str
     token_ids: tuple[int, ...]
     started: Started
     finished: Finished
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+def read_delta(message: pb.GenerateResponse) -> Delta:
+    """What a message adds to a completion."""
+    return Delta(
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        token_offset=message.token_offset,
+        choice=message.choice,
+        logprobs=tuple(_read_token(token) for token in message.logprobs),
+    )
+
+
+def _read_token(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, message.rank, tuple(message.top_token_ids), tuple(message.top_logprobs))
 
 
 def read_started(message: pb.Started) -> Started:
@@ -136,6 +186,8 @@ def read_started(message: pb.Started) -> Started:
         prompt_tokens=message.prompt_tokens,
         cached_prompt_tokens=message.cached_prompt_tokens,
         seed=message.seed if message.HasField("seed") else None,
+        # No token ranks below 1: 0 is the empty entry of the first.
+        prompt_logprobs=tuple(_read_token(token) if token.rank else None for token in message.prompt_logprobs),
     )
 
 
@@ -154,6 +206,7 @@ def read_finished(message: pb.Finished) -> Finished:
             total=_seconds(timing.total),
             preemptions=timing.preemptions,
         ),
+        detail=message.detail,
     )
 
 

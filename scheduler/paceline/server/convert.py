@@ -6,14 +6,26 @@ Presence decides everywhere: a field that is unset means the model's default, 0 
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
-from paceline.core.plan import Finish, FinishReason
+from paceline.core.grammar import GrammarKind, GrammarSpec
+from paceline.core.params import (
+    LogprobsMode,
+    LogprobsParams,
+    Method,
+    SamplingParams,
+    SpeculationParams,
+    StopParams,
+    Verification,
+)
+from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
 from paceline.engine import ChatMessage, Delta, GenerationRequest, Prompt
 from paceline.errors import FailedPrecondition, InvalidArgument
@@ -23,29 +35,14 @@ from paceline.v1 import generation_pb2 as pb
 # that arrives deletes its line.
 UNSUPPORTED: Final = frozenset(
     {
-        "sampling.min_p",
-        "sampling.presence_penalty",
-        "sampling.frequency_penalty",
-        "sampling.repetition_penalty",
-        "sampling.seed",
-        "sampling.logit_bias",
-        "sampling.typical_p",
-        "sampling.allowed_token_ids",
-        "sampling.bad_words",
-        "stop.min_tokens",
-        "output.logprobs",
-        "output.prompt_logprobs",
-        "output.logprobs_mode",
         "output.max_chunk_delay",
         "scheduling.tenant",
         "scheduling.priority",
         "scheduling.queue_timeout",
         "scheduling.time_to_first_token",
         "scheduling.time_per_output_token",
-        "structured",
     }
 )
-MAX_COMPLETIONS: Final = 1  # n
 
 # No blanks: they would not survive the trip through HTTP headers at either end of an id.
 REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
@@ -62,12 +59,23 @@ MODES: Final[dict[Method, pb.SpeculationMode]] = {
     Method.NGRAM: pb.SPECULATION_MODE_NGRAM,
     Method.DRAFT_MODEL: pb.SPECULATION_MODE_DRAFT_MODEL,
 }
+RULES: Final[dict[int, Verification | None]] = {
+    pb.VERIFICATION_RULE_UNSPECIFIED: None,
+    pb.VERIFICATION_RULE_TOKEN_WISE: Verification.TOKEN_WISE,
+    pb.VERIFICATION_RULE_BLOCK: Verification.BLOCK,
+}
+LOGPROBS_MODES: Final[dict[int, LogprobsMode]] = {
+    pb.LOGPROBS_MODE_UNSPECIFIED: LogprobsMode.RAW,
+    pb.LOGPROBS_MODE_RAW: LogprobsMode.RAW,
+    pb.LOGPROBS_MODE_PROCESSED: LogprobsMode.PROCESSED,
+}
 REASONS: Final[dict[FinishReason, pb.FinishReason]] = {
     FinishReason.EOS: pb.FINISH_REASON_EOS,
     FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
     FinishReason.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
     FinishReason.MAX_TOKENS: pb.FINISH_REASON_MAX_TOKENS,
     FinishReason.CONTEXT_LENGTH: pb.FINISH_REASON_CONTEXT_LENGTH,
+    FinishReason.DEAD_END: pb.FINISH_REASON_DEAD_END,
 }
 WITH_TEXT: Final = frozenset(
     {pb.OUTPUT_CONTENT_UNSPECIFIED, pb.OUTPUT_CONTENT_TEXT, pb.OUTPUT_CONTENT_TEXT_AND_TOKEN_IDS}
@@ -92,9 +100,14 @@ def check_supported(message: Message, path: str = "") -> None:
         if field.enum_type is not None and value not in field.enum_type.values_by_number:
             names = ", ".join(known.name for known in field.enum_type.values)
             raise InvalidArgument(name, value, f"one of {names}")
-        if field.message_type is not None:
+        if field.message_type is not None and not is_map(field):
             for part in value if field.is_repeated else (value,):
                 check_supported(part, name + ".")
+
+
+def is_map(field: FieldDescriptor) -> bool:
+    """The field's entries are pairs of plain values."""
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
 def read_request_id(message: pb.GenerateRequest) -> str:
@@ -112,13 +125,14 @@ def read_request(message: pb.GenerateRequest, default_sampling: SamplingParams) 
         InvalidArgument: a value that no model allows; the engine judges the rest, against its own.
     """
     check_supported(message)
-    if message.n > MAX_COMPLETIONS:
-        raise FailedPrecondition(f"n = {message.n}, but this server does not support more than one completion yet")
     return GenerationRequest(
         prompt=_read_prompt(message),
         sampling=_read_sampling(message.sampling, default_sampling),
-        stop=_read_stop(message.stop),
+        stop=_read_stop(message.stop, message.output),
         speculation=_read_speculation(message.speculation),
+        logprobs=_read_logprobs(message.output),
+        grammar=_read_grammar(message.structured),
+        n=message.n or 1,
     )
 
 
@@ -137,11 +151,16 @@ def _read_prompt(message: pb.GenerateRequest) -> Prompt:
 
 
 def _read_sampling(message: pb.SamplingParams, default: SamplingParams) -> SamplingParams:
-    return SamplingParams(
-        temperature=_shortest_decimal(message.temperature) if message.HasField("temperature") else default.temperature,
-        top_k=message.top_k if message.HasField("top_k") else default.top_k,
-        top_p=_shortest_decimal(message.top_p) if message.HasField("top_p") else default.top_p,
-    )
+    # Both sides have the same names, and only fields that are set are listed.
+    given: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if is_map(field):
+            given[field.name] = tuple((key, _shortest_decimal(value[key])) for key in sorted(value))
+        elif field.is_repeated:
+            given[field.name] = tuple(value)
+        else:
+            given[field.name] = _shortest_decimal(value) if isinstance(value, float) else value
+    return replace(default, **given)
 
 
 def _shortest_decimal(value: float) -> float:
@@ -152,13 +171,15 @@ def _shortest_decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _read_stop(message: pb.StopParams) -> StopParams:
+def _read_stop(message: pb.StopParams, output: pb.OutputParams) -> StopParams:
     return StopParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         strings=tuple(message.strings),
         token_ids=tuple(message.token_ids),
         ignore_eos=message.ignore_eos,
         include_stop_string=message.include_stop_string,
+        min_tokens=message.min_tokens,
+        include_special_tokens=output.include_special_tokens,
     )
 
 
@@ -167,7 +188,30 @@ def _read_speculation(message: pb.SpeculationParams) -> SpeculationParams:
         method=METHODS[message.mode],
         min_depth=message.min_draft_tokens,
         max_depth=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
+        verification=RULES[message.verification],
     )
+
+
+def _read_logprobs(message: pb.OutputParams) -> LogprobsParams:
+    return LogprobsParams(
+        completion=message.logprobs if message.HasField("logprobs") else None,
+        prompt=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        mode=LOGPROBS_MODES[message.logprobs_mode],
+    )
+
+
+def _read_grammar(message: pb.StructuredOutput) -> GrammarSpec | None:
+    kind = message.WhichOneof("constraint")
+    if kind is None:
+        return None
+    if kind == "choice":
+        if not message.choice.values:
+            raise InvalidArgument("structured.choice", [], "at least one text")
+        return GrammarSpec(GrammarKind.CHOICE, choices=tuple(message.choice.values))
+    text: str = getattr(message, kind)
+    if not text:
+        raise InvalidArgument(f"structured.{kind}", text, "at least one character")
+    return GrammarSpec(GrammarKind(kind), text)
 
 
 # -- responses --------------------------------------------------------------------------------------------------------
@@ -179,8 +223,25 @@ def write_delta(delta: Delta, content: pb.OutputContent) -> pb.GenerateResponse:
         token_offset=delta.token_offset,
         token_ids=delta.token_ids if content in WITH_TOKEN_IDS else (),
         text=delta.text if content in WITH_TEXT else "",
+        logprobs=write_logprobs(delta.logprobs),
         finished=None if delta.finish is None else _write_finished(delta.finish, delta.stats),
+        choice=delta.choice,
     )
+
+
+def write_logprobs(logprobs: Iterable[TokenLogprobs | None]) -> list[pb.TokenLogprobs]:
+    """One message for each token; an empty one, whose rank is 0, for a token without logprobs."""
+    return [
+        pb.TokenLogprobs()
+        if token is None
+        else pb.TokenLogprobs(
+            logprob=token.logprob,
+            rank=token.rank,
+            top_token_ids=token.top_token_ids,
+            top_logprobs=token.top_logprobs,
+        )
+        for token in logprobs
+    ]
 
 
 def _write_finished(finish: Finish, stats: RequestStats | None) -> pb.Finished:
@@ -189,7 +250,12 @@ def _write_finished(finish: Finish, stats: RequestStats | None) -> pb.Finished:
         reason=REASONS[finish.reason],
         stop_string=finish.stop_string,
         stop_token_id=finish.stop_token_id,
-        usage=pb.Usage(prompt_tokens=stats.prompt_tokens, completion_tokens=stats.completion_tokens),
+        detail=finish.detail or "",
+        usage=pb.Usage(
+            prompt_tokens=stats.prompt_tokens,
+            cached_prompt_tokens=stats.cached_prompt_tokens,
+            completion_tokens=stats.completion_tokens,
+        ),
         speculation=pb.SpeculationStats(
             mode=MODES[stats.method],
             verify_steps=stats.verify_steps,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from paceline.core.plan import Finish
 from paceline.engine import AsyncEngine, Delta, Stream
+from paceline.engine.delta import PromptLogprobs
 from paceline.errors import AlreadyExists, InvalidArgument, NotFound, PacelineError, Unavailable
-from paceline.server.convert import read_request, read_request_id, write_delta
+from paceline.server.convert import read_request, read_request_id, write_delta, write_logprobs
 from paceline.server.status import REQUEST_ID_KEY, abort
 from paceline.v1 import generation_pb2 as pb
 
@@ -98,7 +101,12 @@ class GenerationService:
         request = read_request(message, self._engine.engine.default_sampling)
         with self._claim(request_id):
             async with aclosing(await self._engine.submit(request)) as stream:
-                started = pb.Started(request_id=request_id, model=served, prompt_tokens=stream.prompt_tokens)
+                started = pb.Started(
+                    request_id=request_id,
+                    model=served,
+                    prompt_tokens=stream.prompt_tokens,
+                    seed=request.sampling.seed,
+                )
                 await _respond(stream, started, message.output, context)
 
     @contextmanager
@@ -125,8 +133,11 @@ async def _respond(stream: Stream, started: pb.Started, output: pb.OutputParams,
     """Write the stream's deltas as they come; nothing is written before the first, so that rejects can be retried."""
     begun = False
     async for delta in _whole(stream) if output.final_only else stream:
+        if delta.prompt_logprobs:
+            assert not begun, "prompt logprobs came after the first message"
+            started.prompt_logprobs.extend(write_logprobs(delta.prompt_logprobs))
         response = write_delta(delta, output.content)
-        if not (response.text or response.token_ids or delta.finish):
+        if not (response.text or response.token_ids or response.logprobs or delta.finish):
             continue
         if not begun:
             await context.send_initial_metadata(((REQUEST_ID_KEY, started.request_id),))
@@ -136,13 +147,24 @@ async def _respond(stream: Stream, started: pb.Started, output: pb.OutputParams,
 
 
 async def _whole(stream: AsyncIterable[Delta]) -> AsyncIterator[Delta]:
-    """The deltas of a stream as one."""
-    texts: list[str] = []
-    token_ids: list[int] = []
-    finish: Finish | None = None
-    stats = None
+    """The deltas of each choice as one, when it ends. Prompt logprobs go with the first choice that ends."""
+    parts: defaultdict[int, list[Delta]] = defaultdict(list)
+    prompt_logprobs: PromptLogprobs = ()
     async for delta in stream:
-        texts.append(delta.text)
-        token_ids.extend(delta.token_ids)
-        finish, stats = delta.finish, delta.stats
-    yield Delta(text="".join(texts), token_ids=tuple(token_ids), token_offset=0, finish=finish, stats=stats)
+        prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
+        parts[delta.choice].append(delta)
+        if delta.finish is not None:
+            yield replace(_joined(parts.pop(delta.choice)), prompt_logprobs=prompt_logprobs)
+            prompt_logprobs = ()
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    """A whole choice."""
+    last = deltas[-1]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(itertools.chain.from_iterable(delta.token_ids for delta in deltas)),
+        token_offset=0,
+        logprobs=tuple(itertools.chain.from_iterable(delta.logprobs for delta in deltas)),
+    )

@@ -18,6 +18,12 @@ class SpeculationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPECULATION_MODE_NGRAM: _ClassVar[SpeculationMode]
     SPECULATION_MODE_DRAFT_MODEL: _ClassVar[SpeculationMode]
 
+class VerificationRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERIFICATION_RULE_UNSPECIFIED: _ClassVar[VerificationRule]
+    VERIFICATION_RULE_TOKEN_WISE: _ClassVar[VerificationRule]
+    VERIFICATION_RULE_BLOCK: _ClassVar[VerificationRule]
+
 class OutputContent(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OUTPUT_CONTENT_UNSPECIFIED: _ClassVar[OutputContent]
@@ -39,11 +45,15 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP_TOKEN: _ClassVar[FinishReason]
     FINISH_REASON_MAX_TOKENS: _ClassVar[FinishReason]
     FINISH_REASON_CONTEXT_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_DEAD_END: _ClassVar[FinishReason]
 SPECULATION_MODE_UNSPECIFIED: SpeculationMode
 SPECULATION_MODE_OFF: SpeculationMode
 SPECULATION_MODE_AUTO: SpeculationMode
 SPECULATION_MODE_NGRAM: SpeculationMode
 SPECULATION_MODE_DRAFT_MODEL: SpeculationMode
+VERIFICATION_RULE_UNSPECIFIED: VerificationRule
+VERIFICATION_RULE_TOKEN_WISE: VerificationRule
+VERIFICATION_RULE_BLOCK: VerificationRule
 OUTPUT_CONTENT_UNSPECIFIED: OutputContent
 OUTPUT_CONTENT_TEXT: OutputContent
 OUTPUT_CONTENT_TOKEN_IDS: OutputContent
@@ -57,6 +67,7 @@ FINISH_REASON_STOP_STRING: FinishReason
 FINISH_REASON_STOP_TOKEN: FinishReason
 FINISH_REASON_MAX_TOKENS: FinishReason
 FINISH_REASON_CONTEXT_LENGTH: FinishReason
+FINISH_REASON_DEAD_END: FinishReason
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "prompt_tokens", "prompt_text", "chat", "sampling", "stop", "speculation", "output", "scheduling", "n", "structured")
@@ -158,30 +169,34 @@ class StopParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., strings: _Optional[_Iterable[str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_string: _Optional[bool] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("mode", "max_draft_tokens", "min_draft_tokens")
+    __slots__ = ("mode", "max_draft_tokens", "min_draft_tokens", "verification")
     MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_FIELD_NUMBER: _ClassVar[int]
     mode: SpeculationMode
     max_draft_tokens: int
     min_draft_tokens: int
-    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., max_draft_tokens: _Optional[int] = ..., min_draft_tokens: _Optional[int] = ...) -> None: ...
+    verification: VerificationRule
+    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., max_draft_tokens: _Optional[int] = ..., min_draft_tokens: _Optional[int] = ..., verification: _Optional[_Union[VerificationRule, str]] = ...) -> None: ...
 
 class OutputParams(_message.Message):
-    __slots__ = ("content", "final_only", "logprobs", "prompt_logprobs", "logprobs_mode", "max_chunk_delay")
+    __slots__ = ("content", "final_only", "logprobs", "prompt_logprobs", "logprobs_mode", "include_special_tokens", "max_chunk_delay")
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     FINAL_ONLY_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_CHUNK_DELAY_FIELD_NUMBER: _ClassVar[int]
     content: OutputContent
     final_only: bool
     logprobs: int
     prompt_logprobs: int
     logprobs_mode: LogprobsMode
+    include_special_tokens: bool
     max_chunk_delay: _duration_pb2.Duration
-    def __init__(self, content: _Optional[_Union[OutputContent, str]] = ..., final_only: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[LogprobsMode, str]] = ..., max_chunk_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, content: _Optional[_Union[OutputContent, str]] = ..., final_only: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[LogprobsMode, str]] = ..., include_special_tokens: _Optional[bool] = ..., max_chunk_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SchedulingParams(_message.Message):
     __slots__ = ("tenant", "priority", "queue_timeout", "time_to_first_token", "time_per_output_token")
@@ -262,20 +277,22 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "speculation", "timing")
+    __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "speculation", "timing", "detail")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     stop_string: str
     stop_token_id: int
     usage: Usage
     speculation: SpeculationStats
     timing: Timing
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ...) -> None: ...
+    detail: str
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "cached_prompt_tokens", "completion_tokens")
