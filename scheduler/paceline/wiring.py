@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -16,11 +16,14 @@ from paceline.core.scheduler import Scheduler
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.tokenizer import TransformersTokenizer
 from paceline.engine.totals import Totals
-from paceline.errors import InvalidArgument
+from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.models import ModelConfig, load_model, load_model_config
 from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import Drafter, KVCache, ModelRunner
 from paceline.speculation import DraftModel, Ngram
+from paceline.structured import LLGuidanceCompiler
+from paceline_kernels import invariant, reference
+from paceline_kernels.ops import Ops
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFF = "off"
@@ -38,6 +41,8 @@ class EngineSettings:
         dtype: "auto", "float32" or "bfloat16".
         kv_cache_memory: bytes for target and draft KV together.
         depth: "auto", "off", or a number of drafts for every request.
+        reproducible: greedy and seeded output is the same, to the bit, whatever the batch, the chunks and the depth.
+        max_logprobs: alternatives that a request may ask for at each token.
     """
 
     model: str = "demo"
@@ -50,6 +55,8 @@ class EngineSettings:
     block_size: int = 16
     seed: int = 0
     depth: str = "auto"
+    reproducible: bool = False
+    max_logprobs: int = 20
 
 
 def build_engine(settings: EngineSettings) -> Engine:
@@ -57,12 +64,16 @@ def build_engine(settings: EngineSettings) -> Engine:
 
     Raises:
         InvalidArgument: a setting has a value that is not allowed, or target and draft do not go together.
+        FailedPrecondition: this machine cannot do what is asked for.
         ModelLoadError: a checkpoint cannot be read.
     """
     if settings.seed < 0:
         raise InvalidArgument("seed", settings.seed, "an integer >= 0")
+    if settings.max_logprobs < 0:
+        raise InvalidArgument("max_logprobs", settings.max_logprobs, "an integer >= 0")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = _choose_dtype(settings.dtype, device)
+    ops = _choose_ops(settings, device)
     model_path = _model_path(settings.model)
     draft_path = None if settings.depth == OFF else _draft_path(settings.draft)
     config = load_model_config(model_path)
@@ -84,10 +95,10 @@ def build_engine(settings: EngineSettings) -> Engine:
         eos_token_ids=config.eos_token_ids,
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )
-    target = load_model(model_path, dtype, device)
+    target = load_model(model_path, dtype, device, ops)
     drafters: dict[Method, Drafter] = {} if settings.depth == OFF else {Method.NGRAM: Ngram()}
     if draft_path is not None and draft_config is not None:
-        draft = load_model(draft_path, dtype, device)
+        draft = load_model(draft_path, dtype, device, ops)
         draft_kv = KVCache(draft_config, num_blocks, settings.block_size, dtype, device)
         drafters[Method.DRAFT_MODEL] = DraftModel(draft, draft_kv, settings.seed)
     target_kv = KVCache(config, num_blocks, settings.block_size, dtype, device)
@@ -99,6 +110,8 @@ def build_engine(settings: EngineSettings) -> Engine:
         vocab_size=config.vocab_size,
         methods=drafters,
         default_sampling=_default_sampling(config),
+        grammars=LLGuidanceCompiler(tokenizer, config.vocab_size, config.eos_token_ids),
+        max_logprobs=settings.max_logprobs,
     )
     _warm_up(engine)
     return engine
@@ -114,6 +127,16 @@ def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise InvalidArgument("dtype", name, "auto, float32 or bfloat16")
     return DTYPES[name]
+
+
+def _choose_ops(settings: EngineSettings, device: torch.device) -> Ops:
+    if not settings.reproducible:
+        return reference
+    if device.type != "cpu":
+        raise FailedPrecondition(f"reproducible: the operations for it run on CPUs only, and this server uses {device}")
+    if (reason := invariant.available()) is not None:
+        raise FailedPrecondition(f"reproducible: {reason}")
+    return invariant
 
 
 def _model_path(name: str) -> Path:
@@ -210,22 +233,20 @@ def _free_memory(device: torch.device) -> int:
 
 def _default_sampling(config: ModelConfig) -> SamplingParams:
     """The checkpoint's recommendation, where it has one."""
-    given = config.generation
-    return SamplingParams(
-        temperature=1.0 if given.temperature is None else given.temperature,
-        top_k=0 if given.top_k is None else given.top_k,
-        top_p=1.0 if given.top_p is None else given.top_p,
-    )
+    given = {name: value for name, value in asdict(config.generation).items() if value is not None}
+    return SamplingParams(**given)
 
 
 def _warm_up(engine: Engine) -> None:
-    """Serve two short requests, so that the first user does not wait for lazy set-up, and forget what they taught."""
+    """Serve short requests of every kind, so that the first user does not wait for what is set up, or compiled, at
+    first use; and forget what they taught.
+    """
     config = engine.scheduler.config
-    for temperature in (0.0, 1.0):
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), SamplingParams(seed=0)):
         engine.add(
             GenerationRequest(
                 prompt=(0,) * min(8, config.max_model_len - 1),
-                sampling=SamplingParams(temperature=temperature),
+                sampling=sampling,
                 stop=StopParams(max_tokens=4, ignore_eos=True),
                 speculation=SpeculationParams(min_depth=min(1, config.max_depth)),
             )

@@ -1,117 +1,376 @@
-"""Sampled output follows the target's exact distribution, with speculation off and on."""
+"""Sampled output follows the target's exact distribution, with every feature, with speculation off and on."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+import paceline_kernels as ops
+from paceline.core.grammar import GrammarKind, GrammarSpec
+from paceline.core.params import Constraints, Method, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.plan import SequenceWork
+from paceline.core.sequence import Sequence
+from paceline.core.token_counts import TokenCounts
 from paceline.engine import GenerationRequest
-from paceline.runner import verification
+from paceline.runner import noise
+from paceline.runner.drafter import Draft
+from paceline.runner.noise import Stream
+from paceline.runner.positions import Positions
+from paceline.runner.sampler import distribution_
+from paceline.runner.verification import rejection, verifier
+from paceline.runner.verification.rejection import Comparison, Ruling
+from paceline.speculation import DraftModel, draft_model
+from paceline.structured.matcher import LLGuidanceMatcher
 from paceline.wiring import EngineSettings, build_engine
+from support.chain import ChainState, Mask, Row, distribution, process
 from support.pairs import tiny_pair
 
-VOCAB = 16
-DRAWS = 20_000
-TOKENS = 3
+DRAWS = 5_000  # of each feature
+TOKENS = 3  # that are looked at
+DEPTH = 2  # so that the three are sampled behind a prompt, behind a draft and behind two
+SMALLEST_P = 1e-4  # of 46 chi-squares
+MAX_RUNNING = 500
+
+LETTERS = "\0acdefhilnorstw "  # the vocabulary: the end of text, then bytes
+VOCAB = len(LETTERS)
+END = 0
 PROMPT = (3, 1, 4, 1, 5)
-SAMPLING = SamplingParams(temperature=0.8, top_k=12, top_p=0.95)
+CHOICES = ("a", "an", "ant", "the", "then", "tin", "on", "one", "onto", "i", "so", "sow", "we", "wear", " a", "find")
+
+Run = tuple[int, ...]
+
+
+def ids(text: str) -> Run:
+    return tuple(LETTERS.index(letter) for letter in text)
+
+
+def any_token(output: Run) -> Mask:
+    return np.ones(VOCAB, bool)
+
+
+def a_choice(output: Run) -> Mask:
+    """What may stand next so that one of CHOICES comes of it."""
+    text = "".join(LETTERS[token] for token in output)
+    return np.array([text in CHOICES, *(any(c.startswith(text + letter) for c in CHOICES) for letter in LETTERS[1:])])
+
+
+def two_letters(output: Run) -> Mask:
+    """`[a-z ]{2,}`."""
+    return np.array([len(output) >= 2] + [True] * (VOCAB - 1))
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A way to sample, and the same in the oracle's words."""
+
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: Run = ()
+    min_tokens: int = 0
+    ignore_eos: bool = True
+    grammar: GrammarSpec | None = None
+    allows: Callable[[Run], Mask] = any_token
+    bad_words: tuple[Run, ...] = ()
+    verification: Verification | None = None
+    seeded: bool = False
+
+    def request(self, method: Method, index: int, depth: int = DEPTH) -> GenerationRequest:
+        return GenerationRequest(
+            PROMPT,
+            replace(self.sampling, seed=index) if self.seeded else self.sampling,
+            StopParams(
+                max_tokens=TOKENS + 1,
+                token_ids=self.stop_token_ids,
+                ignore_eos=self.ignore_eos,
+                min_tokens=self.min_tokens,
+            ),
+            SpeculationParams(method=method, min_depth=depth, max_depth=depth, verification=self.verification),
+            grammar=self.grammar,
+        )
+
+    @property
+    def ends(self) -> Run:
+        return self.stop_token_ids + (() if self.ignore_eos else (END,))
+
+    def next_token(self, logits: Row, output: Run) -> Row:
+        """Its exact distribution, [vocab]."""
+        constraints = Constraints(self.bad_words, self.min_tokens, self.ends)
+        state = ChainState(PROMPT, output)
+        return distribution(process(logits, self.sampling, constraints, state, self.allows(output)), self.sampling)
+
+
+ALL = Feature(
+    SamplingParams(
+        temperature=1.2,
+        top_k=11,
+        top_p=0.97,
+        min_p=0.02,
+        typical_p=0.98,
+        repetition_penalty=1.2,
+        presence_penalty=0.4,
+        frequency_penalty=0.5,
+        logit_bias=((2, 1.5), (9, -1.0)),
+        allowed_token_ids=tuple(range(14)),
+        bad_words=("oc", "d"),
+    ),
+    stop_token_ids=ids("e"),
+    min_tokens=2,
+    ignore_eos=False,
+    grammar=GrammarSpec(GrammarKind.REGEX, "[a-z ]{2,}"),
+    allows=two_letters,
+    bad_words=(ids("oc"), ids("d")),
+)
+FEATURES = {
+    "temperature": Feature(SamplingParams(temperature=0.7)),
+    "top_k": Feature(SamplingParams(top_k=4)),
+    "top_p": Feature(SamplingParams(top_p=0.8)),
+    "min_p": Feature(SamplingParams(min_p=0.15)),
+    "typical_p": Feature(SamplingParams(typical_p=0.7)),
+    "repetition_penalty": Feature(SamplingParams(repetition_penalty=2.5)),
+    "presence_penalty": Feature(SamplingParams(presence_penalty=2.0)),
+    "frequency_penalty": Feature(SamplingParams(frequency_penalty=-2.0)),  # the harder: repetitions grow likelier
+    "logit_bias": Feature(SamplingParams(logit_bias=((2, 2.0), (3, -1.5), (15, -100.0)))),
+    "allowed_token_ids": Feature(SamplingParams(allowed_token_ids=(1, 2, 3, 8, 15))),
+    "bad_words": Feature(SamplingParams(bad_words=("oc", "d")), bad_words=(ids("oc"), ids("d"))),
+    "min_tokens": Feature(stop_token_ids=ids("d"), min_tokens=2, ignore_eos=False),
+    "grammar": Feature(ignore_eos=False, grammar=GrammarSpec(GrammarKind.CHOICE, choices=CHOICES), allows=a_choice),
+    "all": ALL,
+    "all, token-wise": replace(ALL, verification=Verification.TOKEN_WISE),
+    "all, seeded": replace(ALL, seeded=True),
+}
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return tiny_pair(tmp_path_factory.mktemp("sampled"), vocab_size=VOCAB, noise=0.05, tie_word_embeddings=False)
+    folder = tmp_path_factory.mktemp("sampled")
+    return tiny_pair(folder, vocab_size=VOCAB, noise=0.05, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
-def exact(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
-    """Every run of three tokens and its probability, by enumeration with transformers' logits."""
+def logits(pair: tuple[Path, Path]) -> dict[Run, Row]:
+    """transformers' logits behind the prompt and each output of 0 to 2 tokens."""
     model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
-    probabilities: dict[tuple[int, ...], float] = {(): 1.0}
+    outputs: list[Run] = [()]
+    found: dict[Run, Row] = {}
     for _ in range(TOKENS):
-        prefixes = list(probabilities)
         with torch.inference_mode():
-            logits = model(torch.tensor([PROMPT + prefix for prefix in prefixes])).logits[:, -1]
-        longer = {}
-        for prefix, row in zip(prefixes, logits, strict=True):
-            for token, p in enumerate(_processed(row)):
+            rows = model(torch.tensor([PROMPT + output for output in outputs])).logits[:, -1]
+        found.update(zip(outputs, rows.double().numpy(), strict=True))
+        outputs = [(*output, token) for output in outputs for token in range(VOCAB)]
+    return found
+
+
+def enumerate_runs(logits: Mapping[Run, Row], feature: Feature) -> dict[Run, float]:
+    """Every run of three tokens, or fewer up to a stop, and its probability."""
+    open_runs: dict[Run, float] = {(): 1.0}
+    ended: dict[Run, float] = {}
+    for _ in range(TOKENS):
+        longer: dict[Run, float] = {}
+        for run, before in open_runs.items():
+            for token, p in enumerate(feature.next_token(logits[run], run)):
                 if p > 0:
-                    longer[(*prefix, token)] = probabilities[prefix] * p
-        probabilities = longer
-    return probabilities
+                    (ended if token in feature.ends else longer)[(*run, token)] = before * float(p)
+        open_runs = longer
+    return open_runs | ended
 
 
-def _processed(logits: torch.Tensor) -> list[float]:
-    """Temperature, top-k, top-p by their definitions."""
-    order = (-logits).argsort(stable=True).tolist()[: SAMPLING.top_k]
-    weights = (logits.double() / SAMPLING.temperature).exp()
-    mass, kept, before = float(weights[order].sum()), [], 0.0
-    for token in order:
-        if before >= SAMPLING.top_p:
-            break
-        kept.append(token)
-        before += float(weights[token]) / mass
-    total = float(weights[kept].sum())
-    return [float(weights[t]) / total if t in kept else 0.0 for t in range(VOCAB)]
-
-
-def _draw(pair: tuple[Path, Path], method: Method) -> Counter[tuple[int, ...]]:
-    """The first three tokens of 20,000 requests through the engine. Two more follow, so that depth 2 is reached."""
+def draw(
+    pair: tuple[Path, Path], method: Method, names: Collection[str], draws: int, depth: int = DEPTH
+) -> dict[str, Counter[Run]]:
+    """The first tokens of so many requests of each feature, all in one engine and in turn."""
     engine = build_engine(
         EngineSettings(
-            model=str(pair[0]), draft=str(pair[1]), dtype="float32", max_model_len=16, max_num_seqs=500, seed=17
+            model=str(pair[0]),
+            draft=str(pair[1]),
+            dtype="float32",
+            max_model_len=16,
+            max_num_seqs=MAX_RUNNING,
+            seed=17,
         )
     )
-    request = GenerationRequest(
-        PROMPT,
-        SAMPLING,
-        StopParams(max_tokens=TOKENS + 2, ignore_eos=True),
-        SpeculationParams(method=method, min_depth=2, max_depth=2),
-    )
-    outputs: dict[int, list[int]] = {engine.add(request): [] for _ in range(4000)}
-    while len(outputs) < DRAWS or engine.has_work:
-        while len(outputs) < DRAWS and len(engine.scheduler.waiting) < 1000:
-            outputs[engine.add(request)] = []
+    todo = [(name, index) for index in range(draws) for name in names][::-1]
+    name_of: dict[int, str] = {}
+    runs: dict[int, list[int]] = defaultdict(list)
+    while todo or engine.has_work:
+        while todo and len(engine.scheduler.waiting) < MAX_RUNNING:
+            name, index = todo.pop()
+            name_of[engine.add(FEATURES[name].request(method, index, depth))] = name
         for output in engine.step():
-            outputs[output.request_id].extend(output.token_ids)
+            runs[output.request_id].extend(output.token_ids)
     if method is not Method.NONE:
-        assert engine.scheduler.drafter_acceptance[method].accepted > 0
-    return Counter(tuple(tokens[:TOKENS]) for tokens in outputs.values())
+        for name in names:
+            request = FEATURES[name].request(method, 0)
+            rule = request.speculation.rule_for(request.sampling)
+            assert engine.scheduler.drafter_acceptance[method, rule].accepted > 0, f"{name}: nothing was ever accepted"
+    counts: dict[str, Counter[Run]] = {name: Counter() for name in names}
+    for request_id, run in runs.items():
+        counts[name_of[request_id]][tuple(run[:TOKENS])] += 1
+    return counts
 
 
-def _pvalue(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
-    """Chi-square over runs; the rare ones, expected less than 5 times, share a cell."""
-    assert not counts.keys() - exact.keys(), "a run of probability 0 was drawn"
-    common = [run for run, p in exact.items() if p * DRAWS >= 5]
+def p_value(counts: Counter[Run], exact: Mapping[Run, float]) -> float:
+    """Of a chi-square over runs; the rare ones, expected less than 5 times, share a cell."""
+    draws = counts.total()
+    if counts.keys() - exact.keys():
+        return 0.0  # a run of probability 0
+    common = [run for run, p in exact.items() if p * draws >= 5]
     observed = [counts[run] for run in common]
-    expected = [exact[run] * DRAWS for run in common]
-    rest = DRAWS - sum(expected)
+    expected = [exact[run] * draws for run in common]
+    rest = draws - sum(expected)
     if rest > 1e-6:
-        observed.append(DRAWS - sum(observed))
+        observed.append(draws - sum(observed))
         expected.append(rest)
     return float(chisquare(observed, expected).pvalue)
 
 
 @pytest.mark.parametrize("method", list(Method))
-def test_chi_square(pair: tuple[Path, Path], exact: dict[tuple[int, ...], float], method: Method) -> None:
-    assert _pvalue(_draw(pair, method), exact) > 0.001
-
-
-def test_a_wrong_residual_is_noticed(
-    pair: tuple[Path, Path], exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+def test_chi_square(
+    pair: tuple[Path, Path], logits: dict[Run, Row], method: Method, record_property: pytest.RecordProperty
 ) -> None:
-    """The test above must be able to fail: recovered tokens drawn from p instead of norm(max(p - q, 0))."""
-    monkeypatch.setattr(verification, "residual", lambda p, q: p)
-    assert _pvalue(_draw(pair, Method.DRAFT_MODEL), exact) < 1e-6
+    """Each feature alone and all at once, in one batch."""
+    # Only a draft model's drafts are drawn; for the others this is "all" once more.
+    names = [name for name in FEATURES if name != "all, token-wise" or method is Method.DRAFT_MODEL]
+    counts = draw(pair, method, names, DRAWS)
+    found = {name: p_value(counts[name], enumerate_runs(logits, FEATURES[name])) for name in names}
+    record_property("p_values", found)
+    assert {name: p for name, p in found.items() if p <= SMALLEST_P} == {}
 
 
-def test_the_enumeration_is_complete(exact: dict[tuple[int, ...], float]) -> None:
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_enumeration_is_complete_and_each_feature_does_something(logits: dict[Run, Row], name: str) -> None:
+    exact = enumerate_runs(logits, FEATURES[name])
     assert sum(exact.values()) == pytest.approx(1.0)
-    assert all(len(run) == TOKENS and set(run) <= set(range(VOCAB)) for run in exact)
-    assert len(exact) > len(list(itertools.product(range(3), repeat=TOKENS)))
+    plain = enumerate_runs(logits, Feature())
+    distance = sum(abs(exact.get(run, 0.0) - plain.get(run, 0.0)) for run in exact.keys() | plain.keys()) / 2
+    assert distance > 0.05
+    assert len([p for p in exact.values() if p * DRAWS >= 5]) >= 10, "cells to compare"
+
+
+# -- the chi-square must be able to fail: wrong rules of ours and of others --------------------------------------------
+
+
+def assert_noticed(pair: tuple[Path, Path], logits: dict[Run, Row], *names: str, depth: int = DEPTH) -> None:
+    """By every one of the features."""
+    counts = draw(pair, Method.DRAFT_MODEL, names, 2_000, depth)
+    found = {name: p_value(counts[name], enumerate_runs(logits, FEATURES[name])) for name in names}
+    assert all(p < 1e-6 for p in found.values()), found
+
+
+def test_recovered_tokens_from_p_are_noticed(
+    pair: tuple[Path, Path], logits: dict[Run, Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Instead of the residual."""
+    monkeypatch.setattr(Comparison, "left", lambda self, ruling: self.p[self.p_rows(ruling.accepted[:, None])[:, 0]])
+    assert_noticed(pair, logits, "temperature", "all, token-wise")
+
+
+def test_a_residual_without_its_weight_is_noticed(
+    pair: tuple[Path, Path], logits: dict[Run, Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block verification leaves max(w p - q, 0), not max(p - q, 0)."""
+
+    def unweighted(drafts: Comparison, u: Tensor) -> Ruling:
+        ruling = rejection.block(drafts, u)
+        return replace(ruling, weight=torch.ones_like(ruling.weight))
+
+    monkeypatch.setattr(verifier, "block", unweighted)
+    assert_noticed(pair, logits, "temperature")
+
+
+def test_peer_13_penalties_from_before_the_run_are_noticed(
+    pair: tuple[Path, Path], logits: dict[Run, Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind = TokenCounts.behind
+    monkeypatch.setattr(TokenCounts, "behind", lambda self, drafts: behind(self, ()))
+    assert_noticed(pair, logits, "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def test_peer_15_noise_that_drafts_and_acceptance_share_is_noticed(
+    pair: tuple[Path, Path], logits: dict[Run, Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are drawn and kept with the same numbers; at depth 1 each meets its own again."""
+    monkeypatch.setattr(noise, "Stream", SimpleNamespace(ACCEPT=Stream.DRAFT, SAMPLE=Stream.SAMPLE))
+    assert_noticed(pair, logits, "temperature", depth=1)
+
+
+def test_peer_16_drafts_that_are_not_drawn_from_q_are_noticed(
+    pair: tuple[Path, Path], logits: dict[Run, Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft's argmax is a one-hot draft, whatever its q."""
+    drawn_by_argmax = SimpleNamespace(argmax=ops.argmax, draw=lambda q, u: ops.argmax(q))
+    monkeypatch.setattr(draft_model, "ops", drawn_by_argmax)
+    assert_noticed(pair, logits, "temperature")
+
+
+def test_peer_16_q_before_its_processors_is_noticed(
+    pair: tuple[Path, Path], logits: dict[Run, Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn as the request wants it, verified as if drawn from the bare softmax."""
+    bare: list[Tensor] = []
+
+    def distribution(logits: Tensor, batch: list[Positions]) -> Tensor:
+        bare[:] = [logits.softmax(-1)]
+        return distribution_(logits, batch)
+
+    keep = draft_model._Proposal.keep
+    monkeypatch.setattr(draft_model, "distribution_", distribution)
+    monkeypatch.setattr(draft_model._Proposal, "keep", lambda self, indexes, q: keep(self, indexes, bare[0]))
+    assert_noticed(pair, logits, "temperature", "top_k", "min_p")
+
+
+def test_peer_17_a_depth_that_depends_on_the_drawn_token_is_noticed(
+    pair: tuple[Path, Path], logits: dict[Run, Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Improbable drafts are not sent to verification."""
+    propose = DraftModel.propose
+
+    def confident(self: DraftModel, batch: list[tuple[Sequence, SequenceWork]]) -> list[Draft]:
+        drafts = propose(self, batch)
+        for index, draft in enumerate(drafts):
+            if draft.probs is not None:
+                q = draft.probs[range(draft.first_row, draft.first_row + len(draft.token_ids)), draft.token_ids]
+                depth = [*(q > 0.2).tolist(), False].index(False)
+                drafts[index] = Draft(draft.token_ids[:depth], draft.probs if depth else None, draft.first_row)
+        return drafts
+
+    monkeypatch.setattr(DraftModel, "propose", confident)
+    assert_noticed(pair, logits, "temperature")
+
+
+def test_peer_18_a_grammar_that_stays_at_the_first_position_is_noticed(
+    pair: tuple[Path, Path], logits: dict[Run, Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mask for a whole run."""
+    masks = LLGuidanceMatcher.masks
+    monkeypatch.setattr(LLGuidanceMatcher, "forced", lambda self, limit: [])
+    monkeypatch.setattr(LLGuidanceMatcher, "masks", lambda self, drafts: masks(self, drafts)[[0] * (len(drafts) + 1)])
+    assert_noticed(pair, logits, "grammar")
+
+
+def test_peer_24_min_p_on_the_bonus_row_alone_is_noticed(
+    pair: tuple[Path, Path], logits: dict[Run, Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(logits: Tensor, batch: list[Positions]) -> Tensor:
+        last = torch.tensor([len(positions) for positions in batch]).cumsum(0) - 1
+        bonus = distribution_(logits[last], [positions.only([len(positions) - 1])[0] for positions in batch])
+        found = distribution_(logits, [_without_min_p(positions) for positions in batch])
+        found[last] = bonus
+        return found
+
+    def _without_min_p(positions: Positions) -> Positions:
+        sequence = copy.copy(positions.sequence)
+        sequence.params = replace(sequence.params, sampling=replace(sequence.params.sampling, min_p=0.0))
+        return replace(positions, sequence=sequence)
+
+    monkeypatch.setattr(rejection, "distribution_", wrong)
+    assert_noticed(pair, logits, "min_p")

@@ -11,11 +11,6 @@ import typer
 app = typer.Typer(help="Measure the engine against itself, in one run.", no_args_is_help=True)
 
 
-@app.callback()
-def _bench() -> None:
-    """Keeps `throughput` a subcommand while it is the only one."""
-
-
 @app.command()
 def throughput(
     model: Annotated[str, typer.Option(help="Model directory, or demo.")] = "demo",
@@ -50,3 +45,62 @@ def throughput(
     if json_out is not None:
         settings = {"model": model, "draft": draft, "dtype": dtype, "max_tokens": max_tokens, "rounds": rounds}
         json_out.write_text(json.dumps(to_json(cells, settings), indent=2) + "\n")
+
+
+@app.command()
+def sampling(
+    requests: Annotated[int, typer.Option(min=1, help="Sequences in the step.")] = 64,
+    depth: Annotated[int, typer.Option(min=1, help="Drafts of each.")] = 4,
+    vocab: Annotated[int, typer.Option(min=2, help="Tokens in the vocabulary.")] = 151_936,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every case is measured; medians are shown.")] = 7,
+) -> None:
+    """Cost of sampling and verifying one step, as a ratio to one read of its logits (and of q, where it is used)."""
+    from paceline.bench.sampling import measure, render
+
+    render(measure(requests, depth, vocab, rounds), title=f"{requests} requests, depth {depth}, vocabulary {vocab}")
+
+
+@app.command()
+def acceptance(
+    model: Annotated[str, typer.Option(help="Model directory, or demo.")] = "demo",
+    draft: Annotated[str, typer.Option(help="Draft directory, or demo.")] = "demo",
+    temperatures: Annotated[str, typer.Option(help="Above 0, comma-separated.")] = "0.7,1.0",
+    depth: Annotated[int, typer.Option(min=1, help="Drafts of every step.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")] = 96,
+    samples: Annotated[int, typer.Option(min=1, help="Completions of every prompt under each rule.")] = 8,
+) -> None:
+    """Drafts kept by each verification rule, with 95 % intervals over requests."""
+    from paceline.bench.acceptance import measure, render
+    from paceline.errors import InvalidArgument
+    from paceline.wiring import EngineSettings, build_engine
+    from paceline_loadtest.prompts import load_prompts
+
+    try:
+        values = [float(part) for part in temperatures.split(",")]
+    except ValueError as error:
+        raise InvalidArgument("temperatures", temperatures, "numbers, separated by commas") from error
+    engine = build_engine(EngineSettings(model=model, draft=draft, dtype="float32"))
+    cells = measure(engine, load_prompts(None), values, depth, max_tokens, samples)
+    render(cells, title=f"{model} with draft {draft}, depth {depth}, {len(cells[0].tallies)} requests a rule")
+
+
+@app.command()
+def grammar(
+    model: Annotated[str, typer.Option(help="Model directory, or demo.")] = "demo",
+    draft: Annotated[str, typer.Option(help="Draft directory, demo, ngram or none.")] = "demo",
+    depth: Annotated[str, typer.Option(help="off, auto or fixed depths, comma-separated.")] = "off,4",
+    streams: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every cell is measured; medians are shown.")] = 5,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+) -> None:
+    """What a JSON schema adds to the time of a step, against the same streams without one."""
+    from paceline.bench.grammar import measure, render
+    from paceline.bench.throughput import parse_depths
+    from paceline.wiring import EngineSettings, build_engine
+    from paceline_loadtest.prompts import load_prompts
+
+    depths = parse_depths(depth)
+    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype))
+    cells = measure(engine, load_prompts(None), depths, streams, max_tokens, rounds)
+    render(cells, title=f"{model} with draft {draft}, {streams} streams")

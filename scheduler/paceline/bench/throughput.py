@@ -125,7 +125,7 @@ def measure(
         if bounds.min_depth > highest:
             raise InvalidArgument("depth", name, f"at most the engine's highest depth, {highest}")
     room = engine.scheduler.config.max_model_len - max_tokens
-    encoded = [engine.encode(GenerationRequest(prompt)) for prompt in prompts]
+    encoded = [engine.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
     longest = max(len(token_ids) for token_ids in encoded)
     if longest > room:
         raise InvalidArgument("prompts", f"{longest} tokens", f"at most {room} tokens, beside {max_tokens} to generate")
@@ -180,7 +180,7 @@ def _run(
     stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
     began = time.perf_counter()
     for token_ids in prompts:
-        engine.add(GenerationRequest(token_ids, sampling, stop, speculation), token_ids)
+        engine.add(GenerationRequest(token_ids, sampling, stop, speculation))
     stats = []
     while engine.has_work:
         stats += [output.stats for output in engine.step() if output.stats is not None]

@@ -1,0 +1,142 @@
+"""How many drafts each verification rule keeps, on the same pair and prompts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.plan import StepPlan, StepResult, StepRunner
+from paceline.engine import Engine, GenerationRequest
+
+RULES = (Verification.COUPLED, Verification.TOKEN_WISE, Verification.BLOCK)
+RESAMPLES = 2000
+
+
+@dataclass(slots=True)
+class Tally:
+    """One request's verify steps.
+
+    Attributes:
+        bounds: sum of (1 - TV) / (1 + TV) over the reached drafts, where the rule tells 1 - TV.
+    """
+
+    steps: int = 0
+    accepted: int = 0
+    reached: int = 0
+    bounds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(slots=True)
+class Cell:
+    """One rule at one temperature."""
+
+    rule: Verification
+    temperature: float
+    tallies: list[Tally] = field(default_factory=list)
+
+    def per_step(self) -> Interval:
+        """Accepted drafts per verify step."""
+        return self._ratio([t.accepted for t in self.tallies], [t.steps for t in self.tallies])
+
+    def per_draft(self) -> Interval:
+        """Accepted drafts per draft that was reached: one behind a rejection was not."""
+        return self._ratio([t.accepted for t in self.tallies], [t.reached for t in self.tallies])
+
+    def bound(self) -> Interval:
+        """Least acceptance of coupled drafts, (1 - TV) / (1 + TV), at the drafts that were reached."""
+        return self._ratio([t.bounds for t in self.tallies], [t.reached for t in self.tallies])
+
+    @staticmethod
+    def _ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+        """Bootstrap over requests, whose steps depend on each other."""
+        above: NDArray[np.float64] = np.array(numerators, np.float64)
+        below: NDArray[np.float64] = np.array(denominators, np.float64)
+        chosen = np.random.default_rng(0).integers(len(above), size=(RESAMPLES, len(above)))
+        ratios = above[chosen].sum(1) / below[chosen].sum(1)
+        low, high = np.quantile(ratios, [0.025, 0.975])
+        return Interval(float(above.sum() / below.sum()), float(low), float(high))
+
+
+class Recorder:
+    """Implements `StepRunner` by another one, and tallies what its verification decided."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self.tallies: dict[int, Tally] = defaultdict(Tally)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = self._runner.execute(plan)
+        for sequence in result.sequences:
+            if sequence.num_drafted:
+                tally = self.tallies[sequence.request_id]
+                tally.steps += 1
+                tally.accepted += sequence.num_accepted
+                tally.reached += min(sequence.num_accepted + 1, sequence.num_drafted)
+                tally.bounds += sum(overlap / (2 - overlap) for overlap in sequence.acceptance)
+        return result
+
+
+def measure(
+    engine: Engine,
+    prompts: Sequence[str | tuple[int, ...]],
+    temperatures: Sequence[float],
+    depth: int,
+    max_tokens: int,
+    samples: int,
+) -> list[Cell]:
+    """Complete every prompt `samples` times under each rule; seeds, where the rule has them, differ."""
+    cells = [Cell(rule, temperature) for temperature in temperatures for rule in RULES]
+    for cell in track(cells, description="measuring"):
+        recorder = Recorder(engine.runner)
+        engine.runner, runner = recorder, engine.runner
+        for sample in range(samples):
+            for index, prompt in enumerate(prompts):
+                engine.add(_request(prompt, cell, depth, max_tokens, seed=sample * len(prompts) + index))
+            while engine.has_work:
+                engine.step()
+        engine.runner = runner
+        cell.tallies = list(recorder.tallies.values())
+    return cells
+
+
+def _request(prompt: str | tuple[int, ...], cell: Cell, depth: int, max_tokens: int, seed: int) -> GenerationRequest:
+    coupled = cell.rule is Verification.COUPLED
+    return GenerationRequest(
+        prompt,
+        SamplingParams(temperature=cell.temperature, seed=seed if coupled else None),
+        StopParams(max_tokens=max_tokens, ignore_eos=True),
+        SpeculationParams(min_depth=depth, max_depth=depth, verification=cell.rule),
+    )
+
+
+def render(cells: list[Cell], title: str) -> None:
+    table = Table(title=title)
+    for name in ("temperature", "rule", "accepted per step", "accepted per reached draft", "(1 - TV) / (1 + TV)"):
+        table.add_column(name, justify="right")
+    for cell in cells:
+        bound = str(cell.bound()) if cell.rule is Verification.TOKEN_WISE else ""
+        table.add_row(str(cell.temperature), cell.rule, str(cell.per_step()), str(cell.per_draft()), bound)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    console.print(table)

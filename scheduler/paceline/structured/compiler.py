@@ -1,0 +1,151 @@
+"""From a client's text to a grammar that completions can follow."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher, LLParserLimits
+
+from paceline.core.grammar import Grammar, GrammarKind, GrammarSpec, Matcher
+from paceline.errors import InvalidArgument
+from paceline.structured.matcher import LLGuidanceMatcher
+from paceline.structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_SOURCE_BYTES = 64 * 1024
+MAX_REGEX_BYTES = 8 * 1024  # the time to compile one grows with the square
+MAX_CHOICES = 1024
+# llguidance recurses from rule to rule: a chain of 3000 overflows the stack, one of 2000 does not.
+MAX_GRAMMAR_LINES = 1024
+MAX_CACHED = 32
+MAX_REASON_CHARS = 200
+
+# llguidance's own, but for the lexer's states: each grammar may have so many, and 65536 take some 35 MB.
+LIMITS = LLParserLimits(max_lexer_states=1 << 16, verbose_errors=False)
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # an end to it, or a model may write nothing else for ever
+
+ALLOWED = {
+    GrammarKind.JSON_SCHEMA: "a JSON schema that something matches",
+    GrammarKind.REGEX: "a regular expression, without look-around and back-references, that something matches",
+    GrammarKind.GRAMMAR: "a grammar in llguidance's dialect of Lark, with a rule `start`, that something matches",
+    GrammarKind.CHOICE: f"1 to {MAX_CHOICES} strings, together at most {MAX_SOURCE_BYTES} bytes",
+}
+
+
+class LLGuidanceGrammar:
+    """Implements `Grammar`. Its matchers share a lexer, which is what makes them cheap, and may fill it."""
+
+    def __init__(self, vocabulary: Vocabulary, source: str) -> None:
+        self.vocabulary = vocabulary
+        self._source = source
+        self._template = self._build()  # never moved, only copied: safe from any thread
+
+    def refusal(self) -> str | None:
+        """Why no completion can follow this grammar, in words; None if one can."""
+        if self._template.is_error():
+            return self._template.get_error()
+        num_forced = len(self.parser().compute_ff_bytes())
+        if num_forced > MAX_SOURCE_BYTES:  # reading them takes a second for each million
+            return f"it begins with {num_forced} bytes of fixed text; at most {MAX_SOURCE_BYTES} are possible"
+        matcher = LLGuidanceMatcher(self)
+        matcher.masks([])
+        return matcher.failure
+
+    def matcher(self) -> Matcher:
+        return LLGuidanceMatcher(self)
+
+    def parser(self) -> LLMatcher:
+        return self._template.deep_copy()
+
+    def renewed_parser(self) -> LLMatcher:
+        self._template = self._build()
+        return self._template.deep_copy()
+
+    def _build(self) -> LLMatcher:
+        return LLMatcher(self.vocabulary.tokenizer, self._source, log_level=0, limits=LIMITS)
+
+
+class LLGuidanceCompiler:
+    """Implements `GrammarCompiler`. Keeps the grammars compiled last.
+
+    Args:
+        tokenizer: a fast one of transformers.
+        vocab_size: the model's, which pads the tokenizer's.
+        eos_token_ids: ids that end a completion; they are allowed where the grammar is matched.
+
+    Takes as long as loading the tokenizer: about a second for 128 k tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+        backend: Any = getattr(tokenizer, "backend_tokenizer")  # noqa: B009, slow tokenizers do not declare it
+        self._vocabulary = Vocabulary(backend.to_str(), vocab_size, eos_token_ids, tokenizer.all_special_ids)
+        self._compiled = functools.lru_cache(MAX_CACHED)(self._compile)
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        return self._compiled(spec)
+
+    def _compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
+        _check_size(spec)
+        try:
+            grammar = LLGuidanceGrammar(self._vocabulary, _source(spec))
+        except (ValueError, RecursionError) as error:  # no schema, or no Unicode
+            raise _refused(spec, str(error)) from error
+        refusal = grammar.refusal()
+        if refusal is not None:
+            raise _refused(spec, refusal)
+        return grammar
+
+
+def _source(spec: GrammarSpec) -> str:
+    """The grammar as llguidance takes it. ValueError for what is no JSON."""
+    match spec.kind:
+        case GrammarKind.JSON_SCHEMA:
+            # The standard library tells better than llguidance where the text is no JSON.
+            if not isinstance(json.loads(spec.text), dict):
+                raise ValueError("a schema is an object")
+            # Overridden, since a schema may bring options of llguidance's: it cannot ask to be read less strictly.
+            return LLMatcher.grammar_from_json_schema(
+                spec.text, overrides={"whitespace_pattern": WHITESPACE, "lenient": False}
+            )
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(spec.text)
+        case GrammarKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(spec.text)
+        case GrammarKind.CHOICE:
+            # One terminal, so that the choices are one automaton. Lark's strings are JSON's.
+            choices = " | ".join(json.dumps(choice) for choice in spec.choices)
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+
+
+def _check_size(spec: GrammarSpec) -> None:
+    if spec.kind is GrammarKind.CHOICE:
+        num_bytes = sum(len(choice.encode(errors="replace")) for choice in spec.choices)
+        if not 1 <= len(spec.choices) <= MAX_CHOICES or num_bytes > MAX_SOURCE_BYTES:
+            size = f"{len(spec.choices)} strings of {num_bytes} bytes"
+            raise InvalidArgument(_field(spec), size, ALLOWED[spec.kind])
+        return
+    most = MAX_REGEX_BYTES if spec.kind is GrammarKind.REGEX else MAX_SOURCE_BYTES
+    num_bytes = len(spec.text.encode(errors="replace"))
+    if not 1 <= num_bytes <= most:
+        raise InvalidArgument(_field(spec), f"{num_bytes} bytes", f"1 to {most} bytes")
+    num_lines = spec.text.count("\n") + 1
+    if spec.kind is GrammarKind.GRAMMAR and num_lines > MAX_GRAMMAR_LINES:
+        raise InvalidArgument(_field(spec), f"{num_lines} lines", f"at most {MAX_GRAMMAR_LINES} lines")
+
+
+def _field(spec: GrammarSpec) -> str:
+    return f"structured.{spec.kind}"
+
+
+def _refused(spec: GrammarSpec, reason: str) -> InvalidArgument:
+    reason = " ".join(reason.removesuffix("<non-verbose/>").split())
+    if len(reason) > MAX_REASON_CHARS:
+        reason = reason[: MAX_REASON_CHARS - 3] + "..."
+    given = list(spec.choices) if spec.kind is GrammarKind.CHOICE else spec.text
+    return InvalidArgument(_field(spec), given, f"{ALLOWED[spec.kind]} ({reason})")

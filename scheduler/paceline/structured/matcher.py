@@ -1,0 +1,189 @@
+"""Where a completion stands in its grammar: what may follow, also behind drafts, by llguidance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from llguidance import LLMatcher
+
+from paceline.core.grammar import Mask
+from paceline.structured.vocabulary import Vocabulary, only_token
+
+NOTHING_FOLLOWS = "no token of the vocabulary may follow"
+
+
+class Origin(Protocol):
+    """What matchers come from: `LLGuidanceGrammar`."""
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    def parser(self) -> LLMatcher:
+        """A parser at the grammar's beginning, with the lexer, and all it has learned, that its siblings have."""
+        ...
+
+    def renewed_parser(self) -> LLMatcher:
+        """The same with a new lexer, which later siblings share."""
+        ...
+
+
+class LLGuidanceMatcher:
+    """Implements `Matcher`, for one thread at a time: also a question moves the parser, forth and back.
+
+    The parser sees text only. Special tokens never reach it: it is asked whether the end may follow, and which ids
+    say so is known here. Where bytes are forced, llguidance allows the one token with which the tokenizer would go on,
+    so there is one way to write what leaves no choice.
+
+    A parser stops for good where it reaches a limit. That need not be the completion's fault: the lexer, which all
+    completions of a grammar share, may be full, or a draft may have led there. So the parser is built anew, with a
+    new lexer, and reads again what was emitted; where it then stops once more, the matcher is dead.
+    """
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self._vocabulary = origin.vocabulary
+        self._parser = origin.parser()
+        self._parser_row = self._vocabulary.parser_row()
+        self._parser_row_address = self._parser_row.ctypes.data
+        self._emitted: list[int] = []  # text that was emitted: the parser has read it,
+        self._ahead: list[int] = []  # and these drafts behind it
+        self._rows: dict[tuple[int, ...], Mask] = {}  # what may follow behind the emitted text and these drafts
+        self._closed = False  # an end-of-sequence id was emitted
+        self._failure: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
+
+    @property
+    def ended(self) -> bool:
+        if self._failure is not None:
+            return False
+        return self._closed or (self._accepting() and not self._text_that_follows().any())
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        for position, token_id in enumerate(token_ids):
+            if self._failure is None:
+                self._emit(token_id, is_last=position == len(token_ids) - 1)
+        self._rows.clear()
+        return self._failure is None
+
+    def forced(self, limit: int) -> list[int]:
+        token_ids: list[int] = []
+        if self._failure is not None or self._closed:
+            return token_ids
+        while len(token_ids) < limit:
+            row = self._row(tuple(token_ids))
+            token_id = None if row is None else only_token(row)
+            if token_id is None:
+                break
+            token_ids.append(token_id)
+            if token_id in self._vocabulary.end_ids:
+                break
+        return token_ids
+
+    def masks(self, drafts: Sequence[int]) -> Mask:
+        rows = self._vocabulary.everything(len(drafts) + 1)
+        if self._failure is not None:
+            return rows
+        if self._closed:
+            rows[0] = self._vocabulary.end
+            return rows
+        stopped_at = self._fill(rows, drafts)
+        if stopped_at is not None:
+            self._renew_parser()
+            stopped_at = self._fill(rows, drafts)
+        if stopped_at == 0:
+            self._die_stopped()
+        elif stopped_at is not None:
+            self._renew_parser()  # where no draft has led it
+        return rows
+
+    def _emit(self, token_id: int, is_last: bool) -> None:
+        """Move on by an emitted token, or die."""
+        if token_id in self._vocabulary.end_ids:
+            self._closed = self._closed or self._accepting()
+            if not self._closed:
+                self._failure = f"the completion ended (token {token_id}) where the grammar does not"
+        elif token_id in self._vocabulary.special_ids:
+            # The last token may be a stop id, which is no part of the text.
+            if not is_last:
+                self._failure = f"special token {token_id} is no part of a grammar"
+        elif self._closed:
+            self._failure = f"token {token_id} stands behind the end"
+        elif self._vocabulary.allows(self._vocabulary.text, token_id) and self._read(token_id):
+            self._emitted.append(token_id)
+        elif self._parser.is_error():
+            self._die_stopped()
+        else:
+            self._failure = f"the grammar does not allow token {token_id} here"
+
+    def _read(self, token_id: int) -> bool:
+        """Let the parser read an emitted token; once more with a new parser, if it stops."""
+        if self._go_to(()) and self._parser.try_consume_tokens([token_id]) == 1:
+            return True
+        if not self._parser.is_error():
+            return False
+        self._renew_parser()
+        return self._parser.try_consume_tokens([token_id]) == 1
+
+    def _fill(self, rows: Mask, drafts: Sequence[int]) -> int | None:
+        """Write the rows up to the first draft that is refused. The row at which the parser stopped, if it did."""
+        for position in range(len(rows)):
+            row = self._row(tuple(drafts[:position]))
+            if row is None:
+                return position
+            if row.any():
+                rows[position] = row
+            elif position == 0 and not self._accepting():
+                self._failure = NOTHING_FOLLOWS
+            if position == len(drafts):
+                break
+            draft = drafts[position]
+            if draft in self._vocabulary.end_ids or not self._vocabulary.allows(row, draft):
+                break
+        return None
+
+    def _row(self, drafts: tuple[int, ...]) -> Mask | None:
+        """What may follow behind drafts that the grammar allows; None if the parser stops."""
+        row = self._rows.get(drafts)
+        if row is None and self._go_to(drafts):
+            row = self._text_that_follows()
+            if self._parser.is_accepting():
+                row |= self._vocabulary.end
+            if self._parser.is_error():
+                return None
+            self._rows[drafts] = row
+        return row
+
+    def _accepting(self) -> bool:
+        return self._go_to(()) and self._parser.is_accepting()
+
+    def _text_that_follows(self) -> Mask:
+        """What may follow where the parser is, without the end; nothing if it has stopped."""
+        self._parser.unsafe_compute_mask_ptr(self._parser_row_address, self._parser_row.nbytes)
+        row: Mask = self._parser_row[: self._vocabulary.num_words] & self._vocabulary.text
+        return row
+
+    def _go_to(self, drafts: Sequence[int]) -> bool:
+        """Put the parser behind the emitted text and these drafts. False if it cannot get there."""
+        same = 0
+        while same < min(len(self._ahead), len(drafts)) and self._ahead[same] == drafts[same]:
+            same += 1
+        if same < len(self._ahead) and not self._parser.rollback(len(self._ahead) - same):
+            return False
+        num_read = self._parser.try_consume_tokens(list(drafts[same:]))
+        self._ahead[same:] = drafts[same : same + num_read]
+        return len(self._ahead) == len(drafts)
+
+    def _renew_parser(self) -> None:
+        self._parser = self._origin.renewed_parser()
+        self._ahead.clear()
+        self._rows.clear()
+        self._parser.try_consume_tokens(self._emitted)
+
+    def _die_stopped(self) -> None:
+        reason = self._parser.get_error().partition("\n")[0]
+        nothing = reason.startswith("NoExtension")
+        self._failure = NOTHING_FOLLOWS if nothing else f"the grammar is too complex to go on: {reason}"
