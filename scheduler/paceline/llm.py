@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, cast
 
 from paceline.core.grammar import GrammarKind, GrammarSpec
@@ -146,16 +147,17 @@ class LLM:
             Completions in the order of the prompts; with n, the n of the first prompt, then those of the second.
         """
         requests = [build_request(p, self.engine.default_sampling, options) for p in _as_list(prompts)]
-        return self._run(requests, on_text or (lambda index, text: None), on_finish or (lambda index: None))
+        return self.complete(requests, on_text or (lambda index, text: None), on_finish or (lambda index: None))
 
-    def _run(
+    def complete(
         self,
-        requests: list[GenerationRequest],
-        on_text: Callable[[int, str], None],
-        on_finish: Callable[[int], None],
+        requests: Sequence[GenerationRequest],
+        on_text: Callable[[int, str], None] = lambda index, text: None,
+        on_finish: Callable[[int], None] = lambda index: None,
     ) -> list[Completion]:
+        """`generate` for requests that may differ in more than their prompts."""
         waiting = deque((index, request, self.engine.prepare(request)) for index, request in enumerate(requests))
-        firsts = [sum(request.n for request in requests[:index]) for index in range(len(requests))]
+        firsts = list(accumulate((request.n for request in requests), initial=0))
         index_of: dict[int, int] = {}
         outputs: list[list[Output]] = [[] for request in requests for _ in range(request.n)]
         try:

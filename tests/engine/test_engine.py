@@ -444,15 +444,16 @@ class TestTheEndOfAGrammar:
         assert outputs[-1].finish is not None
         assert outputs[-1].finish.reason is reason
 
-    def test_a_length_before_the_end_comes_first(self) -> None:
+    @pytest.mark.parametrize(("max_tokens", "reason"), [(4, FinishReason.MAX_TOKENS), (5, FinishReason.EOS)])
+    def test_a_length_before_the_end_comes_first(self, max_tokens: int, reason: FinishReason) -> None:
         engine = make_engine(
             draft_is_right=lambda request_id, position: True,
             wrap=lambda runner: EditedRunner(runner, with_finish_at(5)),
         )
-        request_id = engine.add(make_request([7, 8], max_tokens=4))
+        request_id = engine.add(make_request([7, 8], max_tokens=max_tokens))
         outputs = run(engine)[request_id]
-        assert joined(outputs) == expected([7, 8], 4)
-        assert outputs[-1].finish == Finish(FinishReason.MAX_TOKENS)
+        assert joined(outputs) == expected([7, 8], max_tokens)
+        assert outputs[-1].finish == Finish(reason)
 
     def test_one_of_several_breaks_down_alone(self) -> None:
         def edit(runner: ScriptedRunner, work: SequenceWork, result: SequenceResult) -> SequenceResult:

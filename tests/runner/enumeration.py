@@ -116,9 +116,8 @@ def p_of(cases: list[Case], batch: list[Positions]) -> Tensor:
 
 def q_of(cases: list[Case]) -> Tensor:
     """The draft's, likewise; each row as the draft model asks for it, one position at a time."""
-    batch = [
-        p for case in cases for path in case.paths for p in positions_of(case.sequence, path).only(range(case.depth))
-    ]
+    runs = [positions_of(case.sequence, path) for case in cases for path in case.paths]
+    batch = [position for run in runs for position in run.only(range(len(run.drafts)))]
     return _distributions(torch.cat([_along_paths(case, case.draft) for case in cases]), batch)
 
 

@@ -54,12 +54,8 @@ def off(sequence: Sequence, length: int) -> list[int]:
 def verified(sequences: list[Sequence], drafts: list[list[int]]) -> list[Verdict]:
     """All in one batch."""
     runs = [Run(positions_of(s, tokens), Draft(tokens)) for s, tokens in zip(sequences, drafts, strict=True)]
-    rows = [
-        target(s.token_ids + tokens[:j])
-        for s, tokens in zip(sequences, drafts, strict=True)
-        for j in range(len(tokens) + 1)
-    ]
-    logits = torch.stack(rows)
+    texts = [run.positions.sequence.token_ids + run.draft.token_ids[:j] for run in runs for j in range(run.depth + 1)]
+    logits = torch.stack([target(text) for text in texts])
     edit_(logits, [run.positions for run in runs])
     return Verifier(0, CPU).verify(logits, runs)
 

@@ -1,4 +1,4 @@
-"""The chain of the sampler against its oracle: every row with its own parameters, and with the state of its position."""
+"""The chain of the sampler against its oracle: every row has its own parameters, and the state of its position."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+import paceline_kernels as ops
 from paceline.core.params import Constraints, Verification
 from paceline.runner.drafter import Draft
 from paceline.runner.noise import RejectionNoise, Stream, Uniform
@@ -111,10 +112,22 @@ def banned_by_the_target() -> list[Case]:
     return cases
 
 
+def nearly_certain() -> list[Case]:
+    """The target leaves little to every token but one."""
+
+    def sharpened(table: Tensor) -> Tensor:
+        best = table.argmax(-1, keepdim=True)
+        lead = torch.tensor([3.0, 10.0, 14.0, 18.0, 25.0]).double()  # 1 - p down to some 1e-11
+        return table.scatter_add(1, best, lead[torch.arange(len(table)) % len(lead)][:, None])
+
+    return [replace(case, target=[sharpened(t) for t in case.target]) for case in cases_of("plain", 4)]
+
+
 SPECIAL: dict[str, Callable[[], list[Case]]] = {
     "p = q": equal_distributions,
     "disjoint supports": disjoint_supports,
     "banned tokens": banned_by_the_target,
+    "nearly certain": nearly_certain,
 }
 RULES: dict[str, tuple[Callable[[list[Case]], Trial], AcceptanceRule]] = {
     "token-wise": (drawn, token_wise),
@@ -125,9 +138,8 @@ RULES: dict[str, tuple[Callable[[list[Case]], Trial], AcceptanceRule]] = {
 
 @pytest.fixture(scope="module")
 def every_case() -> list[Case]:
-    return [case for name in FEATURES for case in cases_of(name, deepest=4)] + [
-        c for make in SPECIAL.values() for c in make()
-    ]
+    cases = [case for name in FEATURES for case in cases_of(name, deepest=4)]
+    return cases + [case for make in SPECIAL.values() for case in make()]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -292,14 +304,8 @@ def test_the_state_before_the_run_at_every_position_is_noticed(name: str, featur
 def test_a_one_hot_draft_compared_with_the_models_softmax_is_noticed() -> None:
     """ds4#482: the draft is the argmax of q, so its probability is 1 and not q(x)."""
     trial = drawn(cases_of("plain"))
-    greedy = [
-        all(
-            int(run.draft.probs[run.draft.first_row + j].argmax()) == token
-            for j, token in enumerate(run.draft.token_ids)
-        )
-        for run in trial.runs
-        if run.draft.probs is not None
-    ]
+    best = q_of(trial.cases).argmax(-1).split([run.depth for run in trial.runs])
+    greedy = [run.draft.token_ids == tokens.tolist() for run, tokens in zip(trial.runs, best, strict=True)]
     trial = replace(trial, mass=torch.tensor(greedy, dtype=torch.float64))
     assert sum(greedy) == len(trial.cases)
     assert error(trial, token_wise) > WRONG
@@ -434,7 +440,8 @@ def test_streams_of_noise_are_independent_and_repeat() -> None:
     for stream in Stream:
         again = Uniform(7, stream, CPU)
         assert torch.equal(noise[stream], torch.cat([again.draw((1000,)), again.draw((3000,))]))
-        assert noise[stream].min() >= 0 and noise[stream].max() < 1
+        assert noise[stream].min() >= 0
+        assert noise[stream].max() < 1
         assert not torch.equal(noise[stream], Uniform(8, stream, CPU).draw((4000,)))
 
 
@@ -442,6 +449,42 @@ def test_rejection_takes_acceptance_and_recovery_from_different_streams() -> Non
     noise = RejectionNoise(7, CPU)
     assert torch.equal(noise.accept((2, 3)).flatten(), Uniform(7, Stream.ACCEPT, CPU).draw((6,)))
     assert torch.equal(noise.sample(5), Uniform(7, Stream.SAMPLE, CPU).draw((5,)))
+
+
+class Fixed(RejectionNoise):
+    """The same acceptance noise for every draft, and the same for every token behind them."""
+
+    def __init__(self, accept: float, sample: float) -> None:
+        self._values = accept, sample
+
+    def accept(self, shape: Sequence[int]) -> Tensor:
+        return torch.full(tuple(shape), self._values[0], dtype=torch.float64)
+
+    def sample(self, count: int) -> Tensor:
+        return torch.full((count,), self._values[1], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("accept", "sample", "emitted"),
+    [
+        (0.0, 0.0, [1, 3, 0]),
+        (0.0, 0.999, [1, 3, 3]),
+        (0.5, 0.0, [1, 3, 0]),  # 0.3 / 0.3 and 0.4 / 0.1
+        (0.5, 0.26, [1, 3, 1]),
+    ],
+)
+def test_each_stream_decides_its_own_part(accept: float, sample: float, emitted: list[int]) -> None:
+    rule = Rejection(token_wise, Fixed(accept, sample))
+    (verdict,) = rule.judge(P.log().clone(), [run_of(Draft([1, 3], Q), Verification.TOKEN_WISE)])
+    assert verdict.token_ids == emitted
+
+
+@pytest.mark.parametrize(("sample", "recovered"), [(0.0, 0), (0.74, 0), (0.76, 2), (0.999, 2)])
+def test_the_recovered_token_comes_from_the_residual_and_its_own_noise(sample: float, recovered: int) -> None:
+    """p - q leaves 0.3 of token 0 and 0.1 of token 2."""
+    rule = Rejection(token_wise, Fixed(0.5, sample))
+    (verdict,) = rule.judge(P.log().clone(), [run_of(Draft([3, 0], Q), Verification.TOKEN_WISE)])
+    assert verdict.token_ids == [recovered]
 
 
 # -- what a verdict says ----------------------------------------------------------------------------------------------
@@ -499,6 +542,18 @@ def test_greedy_keeps_the_agreeing_prefix() -> None:
         (verdict,) = verifier.verify(logits, [run_of(Draft(tokens), temperature=0.0)])
         assert (verdict.num_accepted, verdict.token_ids) == (accepted, tokens_emitted)
         assert verdict.acceptance == [1.0] * accepted + [0.0] * (accepted < 2)
+
+
+@pytest.mark.parametrize("q", [None, [[0.0, 1.0, 0.0]]], ids=["one-hot", "drawn"])
+def test_a_rejection_by_rounding_alone_draws_from_p(q: list[list[float]] | None) -> None:
+    """float32 may leave a token that has all of p a little less than 1; nothing else is drawn in its place."""
+    p = torch.tensor([[0.0, 1 - 2.0**-24, 0.0], [1.0, 0.0, 0.0]])
+    run = run_of(Draft([1], None if q is None else torch.tensor(q)))
+    drafts = Comparison(p, [run])
+    for rule in [one_hot] if q is None else [token_wise, block]:
+        ruling = rule(drafts, torch.tensor([[1 - 2.0**-53]], dtype=torch.float64))
+        assert ruling.accepted.tolist() == [0]
+        assert ops.draw(drafts.left(ruling), torch.zeros(1, dtype=torch.float64)).tolist() == [1]
 
 
 # -- batches of several rules -----------------------------------------------------------------------------------------

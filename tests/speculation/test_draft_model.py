@@ -160,13 +160,11 @@ def drafter(pair: tuple[Path, Path]) -> DraftModel:
     return DraftModel(model, KVCache(model.config, BLOCKS, BLOCK_SIZE, torch.float32, CPU), seed=3)
 
 
-def admitted(
-    place: int, depth: int, params: SequenceParams, prompt: Seq[int] = PROMPT
-) -> tuple[Sequence, SequenceWork]:
+def admitted(place: int, depth: int, params: SequenceParams) -> tuple[Sequence, SequenceWork]:
     """A sequence that the draft model has not seen, with blocks of its own."""
     blocks = tuple(range(6 * place, 6 * place + 6))
-    sequence = Sequence(Admission(place, tuple(prompt), len(prompt), params))
-    work = SequenceWork(place, len(prompt), True, depth, Method.DRAFT_MODEL, len(prompt), blocks)
+    sequence = Sequence(Admission(place, PROMPT, len(PROMPT), params))
+    work = SequenceWork(place, len(PROMPT), True, depth, Method.DRAFT_MODEL, len(PROMPT), blocks)
     sequence.extend(work)
     return sequence, work
 
@@ -226,9 +224,8 @@ def test_where_no_token_is_allowed_the_proposal_ends_and_others_go_on(
 def test_drawn_drafts_of_a_step_share_their_rows_of_q(drafter: DraftModel) -> None:
     """Of different depths, with drafts between them that are not drawn."""
     rules = [Verification.BLOCK, Verification.GREEDY, Verification.TOKEN_WISE, Verification.BLOCK]
-    batch = [
-        admitted(i, depth, params_of(rule)) for i, (rule, depth) in enumerate(zip(rules, [2, 3, 4, 0], strict=True))
-    ]
+    depths = [2, 3, 4, 0]
+    batch = [admitted(place, depths[place], params_of(rule)) for place, rule in enumerate(rules)]
     block, greedy, token_wise, nothing = drafter.propose(batch)
     assert block.probs is token_wise.probs is not None
     assert greedy.probs is None

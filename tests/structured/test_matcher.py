@@ -164,14 +164,18 @@ def test_masks_are_what_a_regex_engine_says(
         (ARITHMETIC, "(1+2)"),
     ],
 )
-def test_masks_are_what_fresh_matchers_accept(
+def test_masks_are_what_the_parser_accepts_token_by_token(
     compiler: LLGuidanceCompiler, tokenizer: PreTrainedTokenizerBase, spec: GrammarSpec, text: str
 ) -> None:
     grammar = compiler.compile(spec)
     token_ids = encode(tokenizer, text)
     found = follows(matcher_behind(grammar, token_ids))
-    accepted = [token_id for token_id in range(PADDED) if accepts(grammar, [*token_ids, token_id])]
-    assert found == accepted
+    parser = grammar.parser()  # type: ignore[attr-defined]
+    assert parser.consume_tokens(token_ids)
+    ends = [EOS] if parser.is_accepting() else []
+    assert found == ends + [token_id for token_id in range(1, 4096) if parser.validate_tokens([token_id]) == 1]
+    for token_id in {*random.Random(3).sample(range(PADDED), 30), *found[:20], EOS, 4096, PADDED - 1}:
+        assert accepts(grammar, [*token_ids, token_id]) == (token_id in found)
 
 
 def test_where_bytes_are_forced_there_is_one_way_to_write_them(
@@ -491,6 +495,22 @@ def test_a_full_lexer_is_replaced(tokenizer: PreTrainedTokenizerBase, monkeypatc
             assert matcher.advance(drafts)
             assert matcher.failure is None
     assert renewed
+
+
+def test_a_full_lexer_is_replaced_while_reading(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for a completion that is not asked for masks, such as one that catches up."""
+    monkeypatch.setattr(compiler_module, "LIMITS", LLParserLimits(max_lexer_states=1000, verbose_errors=False))
+    grammar = LLGuidanceCompiler(tokenizer, PADDED, [EOS]).compile(TWINS)
+    letters = [encode(tokenizer, letter)[0] for letter in "ab"]
+    rng = random.Random(0)
+    glutton, other = grammar.matcher(), grammar.matcher()
+    for _ in range(300):
+        assert glutton.advance([rng.choice(letters)])
+        glutton.masks([])
+    for _ in range(3):
+        assert other.advance(rng.choices(letters, k=100)), other.failure
 
 
 def test_a_text_that_is_too_complex_dies(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,3 +104,27 @@ def grammar(
     engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype))
     cells = measure(engine, load_prompts(None), depths, streams, max_tokens, rounds)
     render(cells, title=f"{model} with draft {draft}, {streams} streams")
+
+
+@app.command()
+def reproducible(
+    model: Annotated[str, typer.Option(help="Model directory, or demo.")] = "demo",
+    draft: Annotated[str, typer.Option(help="Draft directory, demo, ngram or none.")] = "demo",
+    concurrency: Annotated[str, typer.Option(help="Streams at once, comma-separated.")] = "1,16",
+    depth: Annotated[str, typer.Option(help="off, auto or fixed depths, comma-separated.")] = "off,4",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every cell is measured; medians are shown.")] = 5,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+) -> None:
+    """Time of the batch-invariant mode, as a ratio to the default's."""
+    from paceline.bench.reproducible import measure, render
+    from paceline.bench.throughput import parse_depths, parse_sizes
+    from paceline.wiring import EngineSettings, build_engine
+    from paceline_loadtest.prompts import load_prompts
+
+    sizes, depths = parse_sizes(concurrency), parse_depths(depth)
+    default, invariant = (
+        build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, reproducible=mode)) for mode in (False, True)
+    )
+    cells = measure(default, invariant, load_prompts(None), sizes, depths, max_tokens, rounds)
+    render(cells, title=f"{model} with draft {draft}, {dtype}: {max_tokens} tokens a stream")

@@ -43,9 +43,7 @@ class KVCacheManager:
         return blocks
 
     def share(self, source_id: int, request_id: int, num_blocks: int) -> tuple[int, ...]:
-        """Begin a request's table with the first blocks of another's, which both hold from now on. Neither writes to
-        them again: they are full.
-        """
+        """Begin a request's table with the first blocks of another's, full ones, which both hold from now on."""
         assert request_id not in self._tables, f"request {request_id} has blocks already"
         blocks = self._tables[source_id][:num_blocks]
         self.pool.hold(blocks)

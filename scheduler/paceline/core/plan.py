@@ -42,7 +42,8 @@ class Admission:
     Attributes:
         token_ids: the prompt and, after a preemption, everything emitted so far.
         num_prompt_tokens: how many of them are the prompt's.
-        block_ids: blocks that the request shares with another completion of its prompt; full, and never written again.
+        block_ids: blocks that the request shares with another completion of its prompt: full, so their target KV is
+            never written again. Draft KV that is still missing there, each writes alike.
         num_computed: tokens whose target KV lies in them; nothing else is computed.
         num_draft_computed: tokens whose draft KV does.
     """

@@ -112,6 +112,7 @@ class Scheduler:
             raise Unavailable(f"{len(self.waiting)} requests are waiting, as many as max_queued allows")
         method = self.config.method if speculation.method is None else speculation.method
         sibling = None if sibling_id is None else self.requests.get(sibling_id)
+        assert sibling is None or sibling.prompt_token_ids == prompt_token_ids, "siblings have one prompt"
         request = Request(
             request_id,
             prompt_token_ids,
@@ -252,7 +253,9 @@ class Scheduler:
         """Another completion computes the prompt right now, of which this one will share whole blocks."""
         wanted = self._num_shareable(request) * self.config.block_size
         # One of a single token ends with the step that computes its prompt: nobody can share with it.
-        running = [s for s in request.siblings.values() if s.status is RequestStatus.RUNNING and s.max_output_tokens > 1]
+        running = [
+            s for s in request.siblings.values() if s.status is RequestStatus.RUNNING and s.max_output_tokens > 1
+        ]
         return bool(running) and all(s.num_computed_tokens < wanted for s in running)
 
     def _shared_prompt(self, request: Request) -> tuple[Request | None, int]:

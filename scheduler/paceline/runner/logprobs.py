@@ -28,7 +28,8 @@ def completion_logprobs(raw: Tensor, positions: Positions, token_ids: Seq[int]) 
         logits = logits.clone()
         batch = positions.only(rows)
         edit_(logits, batch)
-        truncate_(logits, batch)
+        if not positions.params.sampling.greedy:
+            truncate_(logits, batch)
         logits /= temperatures(batch, logits.device)[:, None]
     return token_logprobs(logits, token_ids, wanted.completion)
 

@@ -27,8 +27,12 @@ MAX_REASON_CHARS = 200
 
 # llguidance's own, but for the lexer's states: each grammar may have so many, and 65536 take some 35 MB.
 LIMITS = LLParserLimits(max_lexer_states=1 << 16, verbose_errors=False)
+# Fixed text is read without letting go of the interpreter: with this fuel a fifth of a second of it, with llguidance's own
+# more than one.
+PROBE_LIMITS = LLParserLimits(max_lexer_states=1 << 16, initial_lexer_fuel=400_000, verbose_errors=False)
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # an end to it, or a model may write nothing else for ever
+# Enough for every usual layout, and so little that a model cannot spend its tokens on nothing.
+WHITESPACE = r"(\x20|\r?\n[\x20\t]{0,40})"
 
 ALLOWED = {
     GrammarKind.JSON_SCHEMA: "a JSON schema that something matches",
@@ -50,9 +54,9 @@ class LLGuidanceGrammar:
         """Why no completion can follow this grammar, in words; None if one can."""
         if self._template.is_error():
             return self._template.get_error()
-        num_forced = len(self.parser().compute_ff_bytes())
-        if num_forced > MAX_SOURCE_BYTES:  # reading them takes a second for each million
-            return f"it begins with {num_forced} bytes of fixed text; at most {MAX_SOURCE_BYTES} are possible"
+        probe = self._parse(PROBE_LIMITS)
+        if not probe.is_error() and len(probe.compute_ff_bytes()) > MAX_SOURCE_BYTES:
+            return f"it begins with more than {MAX_SOURCE_BYTES} bytes of fixed text"
         matcher = LLGuidanceMatcher(self)
         matcher.masks([])
         return matcher.failure
@@ -68,7 +72,10 @@ class LLGuidanceGrammar:
         return self._template.deep_copy()
 
     def _build(self) -> LLMatcher:
-        return LLMatcher(self.vocabulary.tokenizer, self._source, log_level=0, limits=LIMITS)
+        return self._parse(LIMITS)
+
+    def _parse(self, limits: LLParserLimits) -> LLMatcher:
+        return LLMatcher(self.vocabulary.tokenizer, self._source, log_level=0, limits=limits)
 
 
 class LLGuidanceCompiler:

@@ -120,11 +120,9 @@ class LLGuidanceMatcher:
             self._failure = f"the grammar does not allow token {token_id} here"
 
     def _read(self, token_id: int) -> bool:
-        """Let the parser read an emitted token; once more with a new parser, if it stops."""
+        """Let the parser read an emitted token. A full lexer refuses like a grammar, so a new one has the last word."""
         if self._go_to(()) and self._parser.try_consume_tokens([token_id]) == 1:
             return True
-        if not self._parser.is_error():
-            return False
         self._renew_parser()
         return self._parser.try_consume_tokens([token_id]) == 1
 

@@ -123,9 +123,12 @@ class Comparison:
         left = self.p[p_rows]
         rows = rejected.nonzero()[:, 0]
         tokens = self.tokens[rows, ruling.accepted[rows]]
-        # A token that has all of p is rejected by rounding alone.
-        others = left[rows, tokens] < 1 - ROUNDING
-        left[rows[others], tokens[others]] = 0
+        own = left[rows, tokens]
+        left[rows, tokens] = 0
+        # Where nothing else is left the token has all of p, and was rejected by rounding alone.
+        sure = own > 1 - ROUNDING
+        nothing = left[rows[sure]].amax(-1) == 0
+        left[rows[sure], tokens[sure]] = own[sure] * nothing
         return left
 
 

@@ -1,0 +1,76 @@
+"""What batch-invariant operations cost, against the default, in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams
+from paceline.engine import Engine, GenerationRequest
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Cell:
+    """Seconds by round, of the default and of the reproducible engine."""
+
+    streams: int
+    depth: str
+    default: list[tuple[float, float]] = field(default_factory=list)  # (prefill, whole run)
+    reproducible: list[tuple[float, float]] = field(default_factory=list)
+
+    def ratio(self, part: int) -> float:
+        """Median over rounds of the mode's time over the default's: 0 is the prefill, 1 the whole run."""
+        rounds = zip(self.default, self.reproducible, strict=True)
+        return float(median(ours[part] / theirs[part] for theirs, ours in rounds))
+
+
+def measure(
+    default: Engine,
+    reproducible: Engine,
+    prompts: Sequence[Prompt],
+    sizes: Sequence[int],
+    depths: dict[str, SpeculationParams],
+    max_tokens: int,
+    rounds: int,
+) -> list[Cell]:
+    """The same greedy streams on both engines, one after the other."""
+    cells = [Cell(size, name) for size in sizes for name in depths]
+    for number in track(range(-1, rounds), description="measuring"):
+        for cell in cells:
+            batch = [prompts[i % len(prompts)] for i in range(cell.streams)]
+            for engine, seconds in ((default, cell.default), (reproducible, cell.reproducible)):
+                _run(engine, batch, depths[cell.depth], 1)  # whatever the last engine left in the caches
+                parts = (
+                    _run(engine, batch, depths[cell.depth], 1),
+                    _run(engine, batch, depths[cell.depth], max_tokens),
+                )
+                if number >= 0:
+                    seconds.append(parts)
+    return cells
+
+
+def _run(engine: Engine, prompts: Sequence[Prompt], speculation: SpeculationParams, max_tokens: int) -> float:
+    stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
+    for prompt in prompts:
+        engine.add(GenerationRequest(prompt, SamplingParams(temperature=0.0), stop, speculation))
+    began = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - began
+
+
+def render(cells: list[Cell], title: str) -> None:
+    table = Table(title=title)
+    for name in ("streams", "depth", "prefill, x default", "whole run, x default"):
+        table.add_column(name, justify="right")
+    for cell in cells:
+        table.add_row(str(cell.streams), cell.depth, f"{cell.ratio(0):.2f}", f"{cell.ratio(1):.2f}")
+    Console().print(table)
