@@ -9,6 +9,7 @@ from paceline_kernels.batch import PagedBatch
 from paceline_kernels.reference import linear, paged_attention, rms_norm, rotary, silu_mul, store_kv
 from paceline_kernels.sampling import (
     argmax,
+    distribution_,
     draw,
     gumbel_argmax,
     mask_,
@@ -22,6 +23,7 @@ from paceline_kernels.sampling import (
 __all__ = [
     "PagedBatch",
     "argmax",
+    "distribution_",
     "draw",
     "gumbel_argmax",
     "linear",

@@ -48,6 +48,14 @@ def truncate_(
     logits[cut] = _top_p(kept, temperature, top_p[cut])
 
 
+def distribution_(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
+) -> None:
+    """Mutates logits [rows, vocab]; all parameters are [rows]."""
+    truncate_(logits, temperature, top_k, top_p, min_p, typical_p)
+    softmax_(logits, temperature)
+
+
 def _typical(logits: Tensor, temperature: Tensor, typical_p: Tensor) -> Tensor:
     """Locally typical sampling (Meister et al. 2023).
 
@@ -142,11 +150,11 @@ def overlap(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor) -> Tensor:
     return torch.minimum(p[p_rows], q[q_rows]).double().cumsum(-1)[:, -1]
 
 
-def residual(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor) -> Tensor:
-    """p, q [.., vocab]; p_rows, q_rows [n] int64, scale [n] -> [n, vocab]."""
+def residual(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """p, q [.., vocab]; p_rows, q_rows [n] int64, scale [n] -> out [n, vocab]."""
     whole = p[p_rows]
     left = (scale[:, None].to(p.dtype) * whole - q[q_rows.clamp(min=0)]).clamp_(min=0)
-    return torch.where(((q_rows >= 0) & (left.amax(-1) > 0))[:, None], left, whole)
+    return out.copy_(torch.where(((q_rows >= 0) & (left.amax(-1) > 0))[:, None], left, whole))
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:

@@ -81,6 +81,16 @@ def softmax_(logits: Tensor, temperature: Tensor) -> None:
         reference.softmax_(logits, temperature)
 
 
+def distribution_(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
+) -> None:
+    """`truncate_` and `softmax_` in one: mutates logits into the probabilities of what is kept. Arguments as there."""
+    if _fast(logits):
+        cpu.distribution_(logits, temperature, top_k, top_p, min_p, typical_p)
+    else:
+        reference.distribution_(logits, temperature, top_k, top_p, min_p, typical_p)
+
+
 def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
     """Sample each row by the Gumbel-max trick: argmax over v of logits[v] / temperature + G(key, v).
 
@@ -133,14 +143,23 @@ def overlap(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor) -> Tensor:
     return reference.overlap(p, q, p_rows, q_rows)
 
 
-def residual(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor) -> Tensor:
+def residual(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """max(scale * p - q, 0) for n pairs of rows, unnormalised; p itself where q_rows is negative, or nothing is left.
 
-    What the token behind a rejected draft is drawn from. Arguments as for `residual_mass` -> [n, vocab] of p's dtype.
+    What the token behind a rejected draft is drawn from.
+
+    Args:
+        p, q, p_rows, q_rows, scale: as for `residual_mass`.
+        out: [n, vocab] of p's dtype, to be written; None for a new tensor, which costs more than what is written to it.
+
+    Returns:
+        `out`.
     """
-    if _fast(p, q):
-        return cpu.residual(p, q, p_rows, q_rows, scale)
-    return reference.residual(p, q, p_rows, q_rows, scale)
+    if out is None:
+        out = p.new_empty(len(p_rows), p.shape[1])
+    if _fast(p, q, out):
+        return cpu.residual(p, q, p_rows, q_rows, scale, out)
+    return reference.residual(p, q, p_rows, q_rows, scale, out)
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from paceline.speculation import DraftModel, draft_model
 from paceline.structured.matcher import LLGuidanceMatcher
 from paceline.wiring import EngineSettings, build_engine
 from support.chain import ChainState, Mask, Row, distribution, process
-from support.pairs import tiny_pair
+from support.pairs import letter_pair
 
 DRAWS = 5_000  # of each feature
 TOKENS = 3  # that are looked at
@@ -42,10 +42,9 @@ DEPTH = 2  # so that the three are sampled behind a prompt, behind a draft and b
 SMALLEST_P = 1e-4  # of 46 chi-squares
 MAX_RUNNING = 500
 
-LETTERS = "\0acdefhilnorstw "  # the vocabulary: the end of text, then bytes
+LETTERS = "\0acdefhilnorstw "  # the vocabulary: the end of text, then letters
 VOCAB = len(LETTERS)
 END = 0
-PROMPT = (3, 1, 4, 1, 5)
 CHOICES = ("a", "an", "ant", "the", "then", "tin", "on", "one", "onto", "i", "so", "sow", "we", "wear", " a", "find")
 
 Run = tuple[int, ...]
@@ -53,6 +52,9 @@ Run = tuple[int, ...]
 
 def ids(text: str) -> Run:
     return tuple(LETTERS.index(letter) for letter in text)
+
+
+PROMPT = ids(" oc cr al ")  # behind " ", o, c and a an n-gram has something to propose
 
 
 def any_token(output: Run) -> Mask:
@@ -153,7 +155,7 @@ FEATURES = {
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("sampled")
-    return tiny_pair(folder, vocab_size=VOCAB, noise=0.05, num_hidden_layers=1)
+    return letter_pair(folder, LETTERS[1:], noise=0.05, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +195,7 @@ def draw(
             model=str(pair[0]),
             draft=str(pair[1]),
             dtype="float32",
-            max_model_len=16,
+            max_model_len=len(PROMPT) + TOKENS + 1,
             max_num_seqs=MAX_RUNNING,
             seed=17,
         )

@@ -156,6 +156,21 @@ def test_softmax_equals_reference(logits: Tensor) -> None:
     assert bool((mine[logits == -torch.inf] == 0).all())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_distribution_is_both_steps(backend: ModuleType, logits: Tensor) -> None:
+    rows = len(logits)
+    limits = off(rows) | {
+        "temperature": temperatures(rows),
+        "top_k": torch.randint(0, 9, (rows,)),
+        "top_p": shares(rows),
+    }
+    expected, found = logits.clone(), logits.clone()
+    backend.truncate_(expected, *limits.values())
+    backend.softmax_(expected, limits["temperature"])
+    backend.distribution_(found, *limits.values())
+    assert torch.equal(found, expected)
+
+
 @needs_compiler
 def test_gumbel_argmax_equals_reference(logits: Tensor) -> None:
     warmth = temperatures()
@@ -173,9 +188,13 @@ def test_sums_equal_reference(logits: Tensor) -> None:
     close(cpu.residual_mass(p, q, *pairs, scale), reference.residual_mass(p, q, *pairs, scale), rtol=1e-13, atol=1e-16)
     close(cpu.overlap(p, q, *pairs), reference.overlap(p, q, *pairs), rtol=1e-13, atol=1e-16)
     pairs[1][::3] = -1
-    close(cpu.residual(p, q, *pairs, scale), reference.residual(p, q, *pairs, scale), rtol=1e-6, atol=1e-7)
+    ours, theirs = torch.empty(40, p.shape[1]), torch.empty(40, p.shape[1])
+    close(
+        cpu.residual(p, q, *pairs, scale, ours), reference.residual(p, q, *pairs, scale, theirs), rtol=1e-6, atol=1e-7
+    )
     same = torch.arange(NUM_ROWS)
-    assert torch.equal(cpu.residual(p, p, same, same, torch.ones(NUM_ROWS)), p), "nothing is left: p"
+    nothing = cpu.residual(p, p, same, same, torch.ones(NUM_ROWS), torch.empty_like(p))
+    assert torch.equal(nothing, p), "nothing is left: p"
 
 
 @needs_compiler
@@ -285,7 +304,8 @@ def test_sums_are_their_definitions() -> None:
         assert mass == pytest.approx(math.fsum(max(scale * x - y, 0) for x, y in pairs), rel=1e-13)
         left = [max(scale * x - y, 0) for x, y in pairs]
         wanted = left if any(left) else [x for x, _ in pairs]
-        assert reference.residual(p, q, *where, weight)[0].tolist() == pytest.approx(wanted, rel=1e-13)
+        found = reference.residual(p, q, *where, weight, torch.empty(1, 40, dtype=torch.float64))
+        assert found[0].tolist() == pytest.approx(wanted, rel=1e-13)
         overlap = reference.overlap(p, q, *where).item()
         assert overlap == pytest.approx(math.fsum(min(x, y) for x, y in pairs), rel=1e-13)
 
@@ -320,7 +340,7 @@ def test_rows_do_not_depend_on_each_other(backend: ModuleType, two_threads: None
             backend.argmax(logits[pick]),
             backend.gumbel_argmax(logits[pick], mine["temperature"], key[pick]),
             backend.residual_mass(probs, other, *pairs, scale[pick]),
-            backend.residual(probs, other, *pairs, scale[pick]),
+            backend.residual(probs, other, *pairs, scale[pick], torch.empty_like(probs)),
             backend.overlap(probs, other, *pairs),
             backend.draw(probs, u[pick]),
         ]

@@ -596,6 +596,20 @@ void paceline_truncate(
     }
 }
 
+// Both at once: each row is still in the cache when it is normalised.
+void paceline_distribution(
+    int64_t rows, int64_t vocab, float* logits, const float* temperature, const int64_t* top_k, const float* top_p,
+    const float* min_p, const float* typical_p
+) {
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t row = 0; row < rows; row++) {
+        static thread_local Selection selection;
+        const Limits limits{temperature[row], top_p[row], min_p[row], typical_p[row], top_k[row]};
+        truncate_row(logits + row * vocab, vocab, limits, selection);
+        softmax_row(logits + row * vocab, vocab, temperature[row]);
+    }
+}
+
 void paceline_softmax(int64_t rows, int64_t vocab, float* logits, const float* temperature) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) softmax_row(logits + row * vocab, vocab, temperature[row]);

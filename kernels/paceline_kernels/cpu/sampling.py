@@ -62,9 +62,22 @@ def truncate_(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
 ) -> None:
     """Mutates logits [rows, vocab]; all parameters are [rows]."""
+    _call_limited("truncate", logits, temperature, top_k, top_p, min_p, typical_p)
+
+
+def distribution_(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
+) -> None:
+    """Mutates logits [rows, vocab]; all parameters are [rows]."""
+    _call_limited("distribution", logits, temperature, top_k, top_p, min_p, typical_p)
+
+
+def _call_limited(
+    name: str, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
+) -> None:
     shares = [_per_row(share, logits, torch.float32) for share in (top_p, min_p, typical_p)]
     warmth = _per_row(temperature, logits, torch.float32)
-    _call("truncate", logits, warmth, _per_row(top_k, logits, torch.int64), *shares)
+    _call(name, logits, warmth, _per_row(top_k, logits, torch.int64), *shares)
 
 
 def softmax_(logits: Tensor, temperature: Tensor) -> None:
@@ -94,9 +107,9 @@ def overlap(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor) -> Tensor:
     return out
 
 
-def residual(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor) -> Tensor:
-    """p, q [.., vocab]; p_rows, q_rows [n] int64, scale [n] -> [n, vocab]."""
-    out = torch.empty(len(p_rows), p.shape[1])
+def residual(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """p, q [.., vocab]; p_rows, q_rows [n] int64, scale [n] -> out [n, vocab]."""
+    assert out.shape == (len(p_rows), p.shape[1]), tuple(out.shape)
     _call_pairs("residual", p, q, p_rows, q_rows, scale.to(torch.float64).contiguous(), out)
     return out
 

@@ -48,18 +48,8 @@ def edit_(logits: Tensor, batch: Seq[Positions]) -> list[int]:
 
 def truncate_(logits: Tensor, batch: Seq[Positions]) -> None:
     """Set to -inf, in place, what temperature, min-p, typical-p, top-k and top-p leave out.  # [rows, vocab]"""
-    if not any(p.params.sampling.truncated for p in batch):
-        return
-    sampling = [p.params.sampling for p in batch for _ in range(len(p))]
-    device = logits.device
-    ops.truncate_(
-        logits,
-        temperatures(batch, device),
-        torch.tensor([s.top_k for s in sampling], device=device),
-        torch.tensor([s.top_p for s in sampling], dtype=torch.float32, device=device),
-        torch.tensor([s.min_p for s in sampling], dtype=torch.float32, device=device),
-        torch.tensor([s.typical_p for s in sampling], dtype=torch.float32, device=device),
-    )
+    if _any_truncated(batch):
+        ops.truncate_(logits, *_limits(batch, logits.device))
 
 
 def distribution_(logits: Tensor, batch: Seq[Positions]) -> Tensor:
@@ -68,8 +58,10 @@ def distribution_(logits: Tensor, batch: Seq[Positions]) -> Tensor:
     Returns:
         `logits`, [rows, vocab]: each row sums to 1, and is exactly 0 where a token was cut away.
     """
-    truncate_(logits, batch)
-    ops.softmax_(logits, temperatures(batch, logits.device))
+    if _any_truncated(batch):
+        ops.distribution_(logits, *_limits(batch, logits.device))
+    else:
+        ops.softmax_(logits, temperatures(batch, logits.device))
     return logits
 
 
@@ -81,6 +73,22 @@ def temperatures(batch: Seq[Positions], device: torch.device) -> Tensor:
         value = 1.0 if sampling.greedy else max(sampling.temperature, SMALLEST_TEMPERATURE)
         values.extend([value] * len(positions))
     return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _any_truncated(batch: Seq[Positions]) -> bool:
+    return any(p.params.sampling.truncated for p in batch)
+
+
+def _limits(batch: Seq[Positions], device: torch.device) -> tuple[Tensor, ...]:
+    """What `ops.truncate_` asks for besides the logits, [rows] each."""
+    sampling = [p.params.sampling for p in batch for _ in range(len(p))]
+    return (
+        temperatures(batch, device),
+        torch.tensor([s.top_k for s in sampling], device=device),
+        torch.tensor([s.top_p for s in sampling], dtype=torch.float32, device=device),
+        torch.tensor([s.min_p for s in sampling], dtype=torch.float32, device=device),
+        torch.tensor([s.typical_p for s in sampling], dtype=torch.float32, device=device),
+    )
 
 
 # -- edits ------------------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ MAX_REASON_CHARS = 200
 
 # llguidance's own, but for the lexer's states: each grammar may have so many, and 65536 take some 35 MB.
 LIMITS = LLParserLimits(max_lexer_states=1 << 16, verbose_errors=False)
-# Fixed text is read without letting go of the interpreter: with this fuel a fifth of a second of it, with llguidance's own
-# more than one.
+# Fixed text is read without letting go of the interpreter: a fifth of a second of it with this fuel, with llguidance's
+# own more than one.
 PROBE_LIMITS = LLParserLimits(max_lexer_states=1 << 16, initial_lexer_fuel=400_000, verbose_errors=False)
 
 # Enough for every usual layout, and so little that a model cannot spend its tokens on nothing.

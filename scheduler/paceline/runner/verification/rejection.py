@@ -63,9 +63,11 @@ class Rejection:
     def __init__(self, accept: AcceptanceRule, noise: RejectionNoise) -> None:
         self._accept = accept
         self._noise = noise
+        self._room: Tensor | None = None
 
     def judge(self, logits: Tensor, runs: Seq[Run]) -> list[Verdict]:
-        drafts = Comparison(distribution_(logits, [run.positions for run in runs]), runs)
+        p = distribution_(logits, [run.positions for run in runs])
+        drafts = Comparison(p, runs, self._room_for(len(runs), p))
         ruling = self._accept(drafts, self._noise.accept(drafts.real.shape))
         final = ops.draw(drafts.left(ruling), self._noise.sample(len(runs))).tolist()
         columns = zip(runs, ruling.accepted.tolist(), final, ruling.labels.tolist(), strict=True)
@@ -73,6 +75,13 @@ class Rejection:
             Verdict([*run.draft.token_ids[:count], token], count, labels[: min(count + 1, run.depth)])
             for run, count, token, labels in columns
         ]
+
+    def _room_for(self, count: int, p: Tensor) -> Tensor:
+        """[count, vocab], kept from step to step: fresh memory of that size costs more than what is done with it."""
+        room = self._room
+        if room is None or len(room) < count or room.shape[1] != p.shape[1] or room.dtype != p.dtype:
+            room = self._room = torch.empty(count, p.shape[1], dtype=p.dtype, device=p.device)
+        return room[:count]
 
 
 class Comparison:
@@ -84,12 +93,14 @@ class Comparison:
         p_x, q_x: probabilities of each draft, [n, k]; 0 and 1 where there is none. q_x is 1 for one-hot drafts.
     """
 
-    def __init__(self, p: Tensor, runs: Seq[Run]) -> None:
+    def __init__(self, p: Tensor, runs: Seq[Run], room: Tensor | None = None) -> None:
+        """`room` [n, vocab] is where `left` writes; without it, to a new tensor."""
         device = p.device
         depths = torch.tensor([run.depth for run in runs], device=device)
         columns = torch.arange(int(depths.max()), device=device)
         padded = [run.draft.token_ids + [0] * (len(columns) - run.depth) for run in runs]
         self.p = p
+        self._room = room
         self.q = _shared_q(runs)
         self.depths = depths
         self.real = columns < depths[:, None]
@@ -119,8 +130,8 @@ class Comparison:
         p_rows = self.p_rows(ruling.accepted[:, None])[:, 0]
         if self.q is not None:
             q_rows = self.q_rows(ruling.accepted[:, None])[:, 0]
-            return ops.residual(self.p, self.q, p_rows, torch.where(rejected, q_rows, -1), ruling.weight)
-        left = self.p[p_rows]
+            return ops.residual(self.p, self.q, p_rows, torch.where(rejected, q_rows, -1), ruling.weight, self._room)
+        left = self.p[p_rows] if self._room is None else torch.index_select(self.p, 0, p_rows, out=self._room)
         rows = rejected.nonzero()[:, 0]
         tokens = self.tokens[rows, ruling.accepted[rows]]
         own = left[rows, tokens]
