@@ -68,6 +68,10 @@ class Following:
         everything = np.ones(len(self._table), np.bool_)
         return np.stack([everything if last is None else self._table[last] for last in before])
 
+    def mask(self, drafts: Seq[int]) -> Mask:
+        last: Mask = self.masks(drafts)[-1]
+        return last
+
     def masks(self, drafts: Seq[int]) -> Mask:
         bits = np.packbits(self.allowed(drafts), axis=-1, bitorder="little")
         return np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4))).view(np.int32)

@@ -49,6 +49,10 @@ class Matcher(Protocol):
         """
         ...
 
+    def mask(self, drafts: Sequence[int]) -> Mask:
+        """The last row of `masks(drafts)` alone, for who asks draft by draft."""
+        ...
+
     @property
     def ended(self) -> bool:
         """Nothing but the end may follow."""

@@ -96,45 +96,51 @@ def _limits(batch: Seq[Positions], device: torch.device) -> tuple[Tensor, ...]:
 
 def _restrict(logits: Tensor, edited: list[tuple[int, Positions]]) -> list[int]:
     """Forbidden tokens become -inf. Returns the rows that have none left."""
-    vocab = logits.shape[1]
+    vocab, device = logits.shape[1], logits.device
     mask_rows: list[int] = []
-    masks: list[Mask] = []
+    masks: list[Mask] = []  # [n, words] each
     ban_rows: list[int] = []
     banned: list[int] = []
     dead: list[int] = []
     for first_row, positions in edited:
-        allowed = positions.params.sampling.allowed_token_ids
-        for j in range(len(positions)):
-            row, bans = first_row + j, _bans(positions, j)
-            mask = None if positions.masks is None else positions.masks[j]
-            if allowed:
-                own = _bitmask(allowed, vocab)
-                mask = own if mask is None else mask & own
-            if mask is not None:
-                mask = _without(mask, bans)
-                mask_rows.append(row)
-                masks.append(mask)
-                if not mask.any():
-                    dead.append(row)
-            elif bans:
-                ban_rows.extend([row] * len(bans))
-                banned.extend(bans)
-                if len(bans) >= vocab and len(set(bans)) == vocab:
-                    dead.append(row)
-    device = logits.device
+        rows = range(first_row, first_row + len(positions))
+        bans = [_bans(positions, j) for j in range(len(positions))] if _may_ban(positions) else []
+        mask = _allowed(positions, vocab)
+        if mask is not None:
+            mask_rows.extend(rows)
+            masks.append(_without(mask, bans) if any(bans) else mask)
+            continue
+        for row, some in zip(rows, bans, strict=False):
+            ban_rows.extend([row] * len(some))
+            banned.extend(some)
+            if len(some) >= vocab and len(set(some)) == vocab:
+                dead.append(row)
     if masks:
-        ops.mask_(logits, torch.tensor(mask_rows, device=device), torch.from_numpy(np.stack(masks)).to(device))
+        bits = np.concatenate(masks)
+        dead.extend(mask_rows[i] for i in np.flatnonzero(~bits.any(axis=1)))
+        ops.mask_(logits, torch.tensor(mask_rows, device=device), torch.from_numpy(bits).to(device))
     if banned:
         logits[torch.tensor(ban_rows, device=device), torch.tensor(banned, device=device)] = -torch.inf
-    return dead
+    return sorted(dead)
+
+
+def _allowed(positions: Positions, vocab: int) -> Mask | None:
+    """What the grammar and the list of allowed tokens leave at every row, [rows, words]; None without either."""
+    allowed = positions.params.sampling.allowed_token_ids
+    if not allowed:
+        return positions.masks
+    own = _bitmask(allowed, vocab)
+    return np.broadcast_to(own, (len(positions), len(own))) if positions.masks is None else positions.masks & own
+
+
+def _may_ban(positions: Positions) -> bool:
+    constraints = positions.params.constraints
+    return bool(constraints.bad_words or constraints.min_tokens)
 
 
 def _bans(positions: Positions, row: int) -> list[int]:
     """Single tokens that may not stand at a row: they would complete a bad word, or end the completion too early."""
-    constraints = positions.params.constraints
-    if not constraints.bad_words and not constraints.min_tokens:
-        return []
-    behind = positions.behind(row)
+    constraints, behind = positions.params.constraints, positions.behind(row)
     bans: list[int] = []
     if positions.sequence.num_output + len(behind) < constraints.min_tokens:
         bans.extend(constraints.stop_token_ids)
@@ -148,13 +154,12 @@ def _bans(positions: Positions, row: int) -> list[int]:
     return bans
 
 
-def _without(mask: Mask, token_ids: list[int]) -> Mask:
-    """The mask with some tokens forbidden besides; the mask itself stays as it is."""
-    if not token_ids:
-        return mask
-    bits = mask.view(np.uint32).copy()
-    for token in token_ids:
-        bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+def _without(masks: Mask, bans: list[list[int]]) -> Mask:
+    """The masks with some tokens of each row forbidden besides; the masks themselves stay as they are."""
+    bits = masks.view(np.uint32).copy()
+    for row, token_ids in enumerate(bans):
+        for token in token_ids:
+            bits[row, token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
     return bits.view(np.int32)
 
 

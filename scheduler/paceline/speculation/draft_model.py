@@ -118,7 +118,7 @@ class _Proposal:
 
     def next_position(self, index: int) -> Positions:
         sequence, tokens = self._batch[index][0], self.token_ids[index]
-        masks = None if sequence.matcher is None else sequence.matcher.masks(tokens)[-1:]
+        masks = None if sequence.matcher is None else sequence.matcher.mask(tokens)[None]
         return Positions(sequence, tokens[:], len(tokens), masks)
 
     def keep(self, indexes: list[int], q: Tensor) -> None:

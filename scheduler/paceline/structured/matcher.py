@@ -100,6 +100,14 @@ class LLGuidanceMatcher:
             self._renew_parser()  # where no draft has led it
         return rows
 
+    def mask(self, drafts: Sequence[int]) -> Mask:
+        if self._failure is None and not self._closed:
+            row = self._row(tuple(drafts))
+            if row is not None and row.any():
+                return row
+        last: Mask = self.masks(drafts)[-1]
+        return last
+
     def _emit(self, token_id: int, is_last: bool) -> None:
         """Move on by an emitted token, or die."""
         if token_id in self._vocabulary.end_ids:
