@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.bench import acceptance, grammar, reproducible, sampling
 from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
-from paceline.core.params import Method
+from paceline.core.params import Method, Verification
+from paceline.engine import Engine
 from paceline.errors import InvalidArgument
+from paceline.wiring import EngineSettings, build_engine
 from support.pairs import tiny_pair
 
 
@@ -83,3 +86,61 @@ def test_parsing() -> None:
     assert (depths["auto"].method, depths["auto"].max_depth) == (None, None)
     with pytest.raises(InvalidArgument):
         parse_depths("")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return tiny_pair(tmp_path_factory.mktemp("bench"), vocab_size=320)
+
+
+def _engine(pair: tuple[Path, Path], reproducible: bool = False) -> Engine:
+    return build_engine(
+        EngineSettings(model=str(pair[0]), draft=str(pair[1]), dtype="float32", reproducible=reproducible)
+    )
+
+
+PROMPTS = [(5, 6, 7), (8, 9), (10, 11, 12, 13)]
+
+
+def test_sampling_measures_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    costs = sampling.measure(requests=3, depth=2, vocab=200, rounds=2)
+    assert [cost.case for cost in costs] == list(sampling.CASES)
+    assert all(len(cost.verify) == len(cost.read) == 2 and cost.reads > 0 for cost in costs)
+    sampling.render(costs, title="a title")
+    assert "seeded" in capsys.readouterr().out
+
+
+def test_acceptance_tallies_every_rule(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    engine = _engine(pair)
+    runner = engine.runner
+    cells = acceptance.measure(engine, PROMPTS, [0.7], depth=3, max_tokens=12, samples=2)
+    assert engine.runner is runner
+    assert [cell.rule for cell in cells] == list(acceptance.RULES)
+    for cell in cells:
+        assert len(cell.tallies) == 6
+        for tally in cell.tallies:
+            assert 0 <= tally.accepted <= tally.reached <= 3 * tally.steps
+        step = cell.per_step()
+        assert 0 <= step.low <= step.mean <= step.high <= 3
+        if cell.rule is Verification.TOKEN_WISE:
+            assert 0 < cell.bound().mean <= 1
+    acceptance.render(cells, title="a title")
+    assert "token_wise" in capsys.readouterr().out
+
+
+def test_grammar_compares_equal_streams(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = build_engine(EngineSettings(model="demo", draft="ngram", dtype="float32"))
+    cells = grammar.measure(engine, PROMPTS, parse_depths("off,2"), streams=4, max_tokens=6, rounds=1)
+    assert [(cell.depth, len(cell.plain), len(cell.constrained)) for cell in cells] == [("off", 1, 1), ("2", 1, 1)]
+    grammar.render(cells, title="a title")
+    assert "overhead" in capsys.readouterr().out
+
+
+def test_reproducible_compares_equal_work(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    cells = reproducible.measure(
+        _engine(pair), _engine(pair, True), PROMPTS, [1, 3], parse_depths("off,2"), max_tokens=6, rounds=1
+    )
+    assert [(cell.streams, cell.depth) for cell in cells] == [(1, "off"), (1, "2"), (3, "off"), (3, "2")]
+    assert all(cell.ratio(0) > 0 and cell.ratio(1) > 0 for cell in cells)
+    reproducible.render(cells, title="a title")
+    assert "x default" in capsys.readouterr().out

@@ -41,7 +41,7 @@ class LogprobsMode(enum.StrEnum):
     """Of which distribution logprobs are told."""
 
     RAW = "raw"  # of the model, before every processor
-    PROCESSED = "processed"  # of what was sampled from
+    PROCESSED = "processed"  # of what was sampled from; for a greedy request, of what the largest was chosen from
 
 
 @dataclass(frozen=True, slots=True)
