@@ -20,8 +20,8 @@ class PagedBatch:
         context_lens |    7     | 20 |   2   |        a0 sees 5 tokens, a1 6, a2 7; c0 sees 1, c1 2
 
     All tensors live on the device of the model. Position p of sequence i is kept in block
-    `block_tables[i, p // block_size]` at offset `p % block_size`. Two sequences may share blocks they only read; no two
-    rows may have the same slot.
+    `block_tables[i, p // block_size]` at offset `p % block_size`. Two sequences may share blocks they only read; two
+    rows may have the same slot only if they write the same there.
     """
 
     positions: Tensor  # [num_tokens] int64

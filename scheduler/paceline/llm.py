@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
-from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, cast
+from numbers import Integral, Real
+from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast
 
 from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.core.params import (
@@ -33,6 +34,27 @@ from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.errors import InvalidArgument
 
 Name = TypeVar("Name", bound=StrEnum)
+
+# Options of one value each, by its type, and the type in words.
+_TYPES: Final[tuple[tuple[type, str, tuple[str, ...]], ...]] = (
+    (
+        Real,
+        "a number",
+        (
+            "temperature",
+            "top_p",
+            "min_p",
+            "typical_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ),
+    ),
+    (Integral, "an integer", ("top_k", "seed", "n", "max_tokens", "min_tokens")),
+    (Integral, "an integer", ("max_draft_tokens", "min_draft_tokens", "logprobs", "prompt_logprobs")),
+    (bool, "True or False", ("ignore_eos", "include_stop_string", "include_special_tokens")),
+    (str, "text", ("regex", "grammar")),
+)
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -186,28 +208,29 @@ def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOpti
     """A request out of keyword arguments; `default` is the model's own sampling.
 
     Raises:
-        InvalidArgument: a value that no model allows.
+        InvalidArgument: a value of another type, or one that no model allows.
         TypeError: an option that does not exist.
     """
     if unknown := options.keys() - GenerateOptions.__annotations__.keys():
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
     given = {name: value for name, value in options.items() if value is not None}
+    _check_types(given)
+    _check_prompt(prompt)
     get = given.get
     names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "presence_penalty", "frequency_penalty")
     values: dict[str, Any] = {name: given[name] for name in (*names, "repetition_penalty") if name in given}
-    bias: Any = get("logit_bias", {})
     sampling = replace(
         default,
         **values,
-        logit_bias=tuple(bias.items()),
-        allowed_token_ids=_tuple("allowed_token_ids", given),
-        bad_words=_tuple("bad_words", given),
+        logit_bias=_biases(given),
+        allowed_token_ids=_tuple("allowed_token_ids", given, Integral),
+        bad_words=_tuple("bad_words", given, str),
     )
     stop = get("stop", ())
     stops = StopParams(
         max_tokens=cast("int | None", get("max_tokens")),
-        strings=(stop,) if isinstance(stop, str) else _tuple("stop", given),
-        token_ids=_tuple("stop_token_ids", given),
+        strings=(stop,) if isinstance(stop, str) else _tuple("stop", given, str),
+        token_ids=_tuple("stop_token_ids", given, Integral),
         ignore_eos=bool(get("ignore_eos")),
         include_stop_string=bool(get("include_stop_string")),
         min_tokens=cast(int, get("min_tokens", 0)),
@@ -243,8 +266,15 @@ def _grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
     [name] = chosen
     value = given[name]
     if name == "choices":
-        return GrammarSpec(GrammarKind.CHOICE, choices=_tuple(name, given))
-    return GrammarSpec(kinds[name], value if isinstance(value, str) else json.dumps(value))
+        return GrammarSpec(GrammarKind.CHOICE, choices=_tuple(name, given, str))
+    return GrammarSpec(kinds[name], value if isinstance(value, str) else _json_text(name, value))
+
+
+def _json_text(name: str, schema: object) -> str:
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(name, schema, "JSON text, or what JSON can hold") from error
 
 
 def _member(field: str, value: object, kind: type[Name]) -> Name:
@@ -254,12 +284,41 @@ def _member(field: str, value: object, kind: type[Name]) -> Name:
         raise InvalidArgument(field, value, f"one of {', '.join(kind)}") from error
 
 
-def _tuple(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
+def _check_types(given: Mapping[str, Any]) -> None:
+    """A value of another type would fail in the middle of a step, and the engine with it."""
+    for kind, allowed, names in _TYPES:
+        for name in names:
+            if name in given and not isinstance(given[name], kind):
+                raise InvalidArgument(name, given[name], allowed)
+
+
+def _check_prompt(prompt: object) -> None:
+    if isinstance(prompt, str):
+        return
+    items = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else [None]
+    if not all(isinstance(item, Integral | ChatMessage) for item in items):
+        raise InvalidArgument("prompt", prompt, "text, token ids or chat messages")
+
+
+def _tuple(name: str, given: Mapping[str, Any], kind: type) -> tuple[Any, ...]:
     """A list option's values. One string is none: its letters would pass for them."""
     values = given.get(name, ())
-    if isinstance(values, str):
-        raise InvalidArgument(name, values, "a sequence")
-    return tuple(values)
+    items = "texts" if kind is str else "token ids"
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InvalidArgument(name, values, f"a sequence of {items}")
+    values = tuple(values)
+    for value in values:
+        if not isinstance(value, kind):
+            raise InvalidArgument(name, value, f"a sequence of {items}")
+    return values
+
+
+def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    biases = given.get("logit_bias", {})
+    is_mapping = isinstance(biases, Mapping)
+    if not is_mapping or not all(isinstance(k, Integral) and isinstance(v, Real) for k, v in biases.items()):
+        raise InvalidArgument("logit_bias", biases, "a mapping of token ids to numbers")
+    return tuple(biases.items())
 
 
 def _completion(outputs: list[Output]) -> Completion:

@@ -72,7 +72,7 @@ def test_the_draft_agrees_with_the_target() -> None:
 def test_chat_is_rendered_as_comments() -> None:
     engine = build_engine(EngineSettings(model="demo", max_model_len=256))
     messages = (ChatMessage("user", "add\nnumbers"), ChatMessage("assistant", "a + b"), ChatMessage("user", "again"))
-    ids = engine.encode(GenerationRequest(messages))
+    ids = engine.prepare(GenerationRequest(messages)).prompt_token_ids
     assert AutoTokenizer.from_pretrained(demo.TARGET).decode(ids) == "# add\n# numbers\na + b\n# again\n"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from engine.toy import FailingRunner, GatedRunner, ToyTokenizer, expected, make_engine, make_request, num_free
+from paceline.core.params import SamplingParams
 from paceline.core.plan import StepPlan, StepResult
 from paceline.engine import AsyncEngine, ChatMessage, Engine, GenerationRequest, Output, Stream, async_engine
 from paceline.engine.engine import Prepared
@@ -397,6 +398,24 @@ class TestSubmit:
         assert tokenizer.threads[0] == here
         assert here not in tokenizer.threads[1:]
         assert len(tokenizer.threads) == 3
+
+    @pytest.mark.parametrize(
+        ("sampling", "elsewhere"),
+        [(SamplingParams(temperature=0.0), False), (SamplingParams(temperature=0.0, bad_words=("a",)), True)],
+    )
+    async def test_bad_words_are_encoded_outside_the_loop(self, sampling: SamplingParams, elsewhere: bool) -> None:
+        engine = make_engine()
+        threads: list[int] = []
+        prepare = engine.prepare
+
+        def noted(request: GenerationRequest) -> Prepared:
+            threads.append(threading.get_ident())
+            return prepare(request)
+
+        engine.prepare = noted  # type: ignore[method-assign]
+        async with running(engine) as served:
+            await read(await served.submit(replace(make_request(), sampling=sampling)))
+        assert [thread != threading.get_ident() for thread in threads] == [elsewhere]
 
     async def test_before_the_start(self) -> None:
         served = AsyncEngine(make_engine())

@@ -169,6 +169,10 @@ class TestRefused:
                 replace(make_request(), sampling=SamplingParams(allowed_token_ids=(1, VOCAB_SIZE))),
                 "sampling.allowed_token_ids",
             ),
+            (
+                replace(make_request(), sampling=SamplingParams(allowed_token_ids=(1,) * (VOCAB_SIZE + 1))),
+                "sampling.allowed_token_ids",
+            ),
             (replace(make_request(), sampling=SamplingParams(bad_words=("a\ud800",))), "sampling.bad_words"),
             (replace(make_request(), logprobs=LogprobsParams(completion=21)), "output.logprobs"),
             (replace(make_request(), logprobs=LogprobsParams(prompt=21)), "output.prompt_logprobs"),
@@ -513,6 +517,11 @@ class TestConstraints:
         [constraints] = self.params_of(make_engine(), request)
         words = ("ab", " ab", "é", " é")
         assert constraints.bad_words == tuple(tuple(word.encode()) for word in words)
+
+    def test_bad_words_of_white_space_forbid_no_other_blank(self) -> None:
+        request = replace(make_request(), sampling=SamplingParams(bad_words=("\n", "  ")))
+        [constraints] = self.params_of(make_engine(), request)
+        assert constraints.bad_words == ((ord("\n"),), (ord(" "), ord(" ")))
 
     def test_a_grammar_is_compiled_once_for_all_completions(self) -> None:
         engine = make_engine()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
 from engine.toy import FailingRunner, decode, expected, make_engine, num_free
@@ -98,6 +101,53 @@ def test_one_bad_prompt_runs_none() -> None:
         LLM.from_engine(make_engine(method=engine.scheduler.config.method.NGRAM)).generate([1], method="draft_model")
     assert engine.totals.steps == 0
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"seed": 1.5}, "seed"),
+        ({"n": 2.0}, "n"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"min_tokens": 0.5}, "min_tokens"),
+        ({"max_draft_tokens": 1.5}, "max_draft_tokens"),
+        ({"logprobs": 2.5}, "logprobs"),
+        ({"ignore_eos": "no"}, "ignore_eos"),
+        ({"regex": 5}, "regex"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids"),
+        ({"bad_words": "abc"}, "bad_words"),
+        ({"choices": [1, 2]}, "choices"),
+        ({"logit_bias": [(1, 2.0)]}, "logit_bias"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"logit_bias": {5: "x"}}, "logit_bias"),
+        ({"json_schema": {"enum": {1}}}, "json_schema"),
+        ({"json_schema": {"const": math.nan}}, "json_schema"),
+    ],
+)
+def test_a_value_of_another_type_is_named_and_runs_nothing(options: Any, field: str) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidArgument) as caught:
+        LLM.from_engine(engine).generate([1], **options)
+    assert caught.value.field == field
+    assert engine.totals.steps == 0
+    assert LLM.from_engine(engine).generate([1], max_tokens=5)[0].token_ids == expected([1], 5)[0]
+
+
+@pytest.mark.parametrize("prompt", [[1, 2.5], [{"role": "user", "content": "x"}], [1.5], [b"ab"], [None]])
+def test_what_is_no_prompt(prompt: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        LLM.from_engine(make_engine()).generate(prompt)
+    assert caught.value.field == "prompt"
+
+
+def test_an_option_that_does_not_exist() -> None:
+    with pytest.raises(TypeError, match="unknown option top_q"):
+        LLM.from_engine(make_engine()).generate([1], top_q=0.5)  # type: ignore[call-arg]
 
 
 def test_a_callback_that_raises_ends_everything_and_the_engine_lives_on() -> None:

@@ -103,3 +103,14 @@ def test_without_a_compiler_sampling_is_not_available(cache: Path, monkeypatch: 
     monkeypatch.setenv(build.COMPILER_VARIABLE, "no-such-compiler")
     monkeypatch.setattr(sampling, "load", load)
     assert sampling._library.__wrapped__() is None
+
+
+def test_a_user_without_a_home_is_a_build_error(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(build.CACHE_VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(build.BuildError, match=build.CACHE_VARIABLE):
+        build._cache()

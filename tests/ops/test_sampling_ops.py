@@ -377,6 +377,16 @@ def test_at_least_one_token_stays(backend: ModuleType, step: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("step", ["top_p", "typical_p"])
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_a_share_that_rounds_to_0_keeps_a_token(backend: ModuleType, step: str, top_k: int) -> None:
+    torch.manual_seed(0)
+    parameters = off(NUM_ROWS) | {"top_k": torch.full((NUM_ROWS,), top_k), step: torch.full((NUM_ROWS,), 1e-50)}
+    kept = truncated(backend, random(1000), parameters) > -torch.inf
+    assert bool((kept.sum(-1) == 1).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_ties_are_kept_together(backend: ModuleType) -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).expand(4, -1).contiguous()
     parameters = off(4) | {

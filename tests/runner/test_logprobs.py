@@ -154,3 +154,12 @@ def with_logprobs(positions: Positions, wanted: LogprobsParams) -> Positions:
     sampling = {name: getattr(own.params.sampling, name) for name in SamplingParams.__slots__}
     sequence = make_sequence(own.prompt, own.output, constraints=own.params.constraints, logprobs=wanted, **sampling)
     return Positions(sequence, positions.drafts, masks=positions.masks)
+
+
+def test_extreme_logits_have_processed_logprobs() -> None:
+    """Where dividing by the temperature overflows, and only in some of the rows."""
+    logits = torch.tensor([[9.0, 1.0, 2.0], [-9.0, 1.0, 2.0]])
+    sequence = make_sequence((0,), temperature=0.01, repetition_penalty=1e-40, logprobs=PROCESSED)
+    first, second = completion_logprobs(logits, positions_of(sequence, [0]), [0, 2])
+    assert (first.logprob, first.rank, first.top_token_ids[0]) == (0.0, 1, 0)
+    assert np.isfinite(second.logprob)

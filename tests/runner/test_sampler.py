@@ -142,6 +142,25 @@ def test_repetition_counts_the_prompt_and_the_drafts() -> None:
     assert logits.tolist() == [[1, 2, -2, 2], [1, 2, -4, 2]]
 
 
+@pytest.mark.parametrize("penalty", [1e-50, 1e-40, 1e38])
+def test_an_extreme_repetition_penalty_leaves_a_distribution(penalty: float) -> None:
+    """Finite logits stay finite, and forbidden tokens forbidden."""
+    sequence = make_sequence((0, 1, 2), repetition_penalty=penalty, allowed_token_ids=(0, 1, 3))
+    logits = torch.tensor([[9.0, -9.0, 9.0, 1.0, 2.0]])
+    positions = positions_of(sequence)
+    assert edit_(logits, [positions]) == []
+    assert torch.isfinite(logits).tolist() == [[True, True, False, True, False]]
+    probs = distribution_(logits, [positions])
+    torch.testing.assert_close(probs.sum(-1), torch.ones(1))
+
+
+def test_numbers_beyond_what_tensors_hold() -> None:
+    """Python's own are as large as one likes."""
+    vast = positions_of(make_sequence(temperature=1e300, top_k=10**20, typical_p=0.9))
+    probs = distribution_(torch.tensor([[0.0, 5.0, -torch.inf, 1.0]]), [vast])
+    torch.testing.assert_close(probs, torch.tensor([[1 / 3, 1 / 3, 0, 1 / 3]]))
+
+
 def test_bad_words_are_completed_by_drafts_and_never_by_the_prompt() -> None:
     constraints = Constraints(bad_words=((1, 2), (0, 1, 3), (4,)))
     logits = torch.zeros(4, 5)

@@ -31,6 +31,7 @@ from paceline.core.request import RequestStats
 from paceline.engine import Delta, GenerationRequest
 from paceline.server.convert import (
     LOGPROBS_MODES,
+    MAX_CHAT_MESSAGES,
     METHODS,
     MODES,
     REASONS,
@@ -105,6 +106,22 @@ def test_every_field_is_read_or_refused(path: str) -> None:
         return
     changed = read_request(message, DEFAULT) != read_request(pb.GenerateRequest(prompt_text="p"), DEFAULT)
     assert changed is (path not in OF_THE_SERVICE)
+
+
+def test_lists_hold_nothing_that_could_be_refused() -> None:
+    """`check_supported` does not look into them."""
+    for path, fields in LEAVES.items():
+        if any(field.is_repeated and field.message_type is not None for field in fields):
+            assert path not in UNSUPPORTED
+            assert fields[-1].enum_type is None
+
+
+def test_too_many_messages_are_refused_by_their_number() -> None:
+    message = pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage()] * (MAX_CHAT_MESSAGES + 1)))
+    with pytest.raises(errors.InvalidArgument, match=rf"^chat\.messages = '{MAX_CHAT_MESSAGES + 1} messages'"):
+        read_request(message, DEFAULT)
+    del message.chat.messages[0]
+    assert len(read_request(message, DEFAULT).prompt) == MAX_CHAT_MESSAGES
 
 
 def test_unsupported_fields_exist() -> None:

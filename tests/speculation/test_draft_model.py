@@ -221,6 +221,16 @@ def test_where_no_token_is_allowed_the_proposal_ends_and_others_go_on(
         assert 0 <= fed <= work.num_drafts - 1
 
 
+@pytest.mark.parametrize("num_emitted", [0, 1, 2])
+def test_behind_a_dead_end_the_newest_token_is_read_again(drafter: DraftModel, num_emitted: int) -> None:
+    """A step planned meanwhile still drafts; its result is dropped."""
+    sequence, work = admitted(0, 4, params_of(Verification.BLOCK, ending_in(9, 300, 20)))
+    (draft,) = drafter.propose([(sequence, work)])
+    sequence.commit(work, draft.token_ids[:num_emitted], num_emitted)
+    assert sequence.num_draft_computed < len(sequence)
+    drafter.propose([(sequence, SequenceWork(0, 1, True, 2, Method.DRAFT_MODEL, 2))])
+
+
 def test_drawn_drafts_of_a_step_share_their_rows_of_q(drafter: DraftModel) -> None:
     """Of different depths, with drafts between them that are not drawn."""
     rules = [Verification.BLOCK, Verification.GREEDY, Verification.TOKEN_WISE, Verification.BLOCK]

@@ -37,6 +37,12 @@ REFUSED = {
     "unsupported, told to ignore it": (json_schema('{"not": {}, "x-guidance": {"lenient": true}}'), "not"),
     "an endless lexeme": (json_schema('{"type": "string", "pattern": "(?=a)b"}'), "look-ahead"),
     "too large": (json_schema(json.dumps({"const": "x" * MAX_SOURCE_BYTES})), f"1 to {MAX_SOURCE_BYTES} bytes"),
+    "a large multiple": (json_schema('{"type": "integer", "multipleOf": 1000003}'), "multipleOf"),
+    "a large common multiple": (
+        json_schema('{"allOf": [{"type": "integer", "multipleOf": 1009}, {"type": "integer", "multipleOf": 1013}]}'),
+        "multipleOf",
+    ),
+    "a multiple in a grammar": (lark('start: %json {"type": "integer", "multipleOf": 1000003}'), "multipleOf"),
     "an unclosed class": (regex("[a-z"), "unclosed"),
     "look-around": (regex(r"a(?!b)"), "look-around"),
     "a back-reference": (regex(r"(a)\1"), "backreferences"),

@@ -11,11 +11,13 @@ import regex as partial_regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paceline.core.grammar import Grammar, GrammarSpec, Matcher
 from paceline.structured import LLGuidanceCompiler
 from paceline.structured import compiler as compiler_module
+from paceline.structured.matcher import NOTHING_FOLLOWS
 from structured.conftest import EOS, PADDED
 from structured.vocabularies import (
     allowed,
@@ -536,7 +538,7 @@ def test_a_text_that_is_too_complex_dies(tokenizer: PreTrainedTokenizerBase, mon
 def test_a_draft_that_is_too_complex_does_no_harm(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What drafts do to the parser is forgotten with them; only emitted tokens can kill."""
+    """What drafts do to the parser is forgotten with them, nor do they cost the rows behind them their masks."""
     monkeypatch.setattr(compiler_module, "LIMITS", LLParserLimits(max_lexer_states=300, verbose_errors=False))
     grammar = LLGuidanceCompiler(tokenizer, PADDED, [EOS]).compile(regex(f"c|{TWINS.text}"))
     letters = [encode(tokenizer, letter)[0] for letter in "ab"]
@@ -545,7 +547,50 @@ def test_a_draft_that_is_too_complex_does_no_harm(
     expected = matcher.masks([])
     rows = matcher.masks(drafts)
     assert np.array_equal(rows[:1], expected)
-    assert (rows[-1] == -1).all()
+    for row in rows[1:]:
+        assert set(letters) <= set(allowed(row))
+        assert len(allowed(row)) < 100
     assert matcher.failure is None
     assert np.array_equal(matcher.masks([]), expected)
     assert matcher.advance([*encode(tokenizer, "c"), EOS])
+
+
+def test_where_drafts_lead_to_what_cannot_be_read_nothing_is_allowed(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row behind drafts that the grammar allows never allows everything: what is sampled there would be emitted."""
+    monkeypatch.setattr(compiler_module, "LIMITS", LLParserLimits(max_lexer_states=100, verbose_errors=False))
+    grammar = LLGuidanceCompiler(tokenizer, PADDED, [EOS]).compile(TWINS)
+    letters = [encode(tokenizer, letter)[0] for letter in "ab"]
+    drafts = random.Random(0).choices(letters, k=200)
+    matcher = grammar.matcher()
+    rows = matcher.masks(drafts)
+    sizes = [len(allowed(row)) for row in rows]
+    readable = sizes.index(0)
+    assert readable > 1
+    assert max(sizes[:readable]) < 100
+    assert matcher.failure is None
+    assert not matcher.mask(drafts[:readable]).any()
+    # Without drafts the completion comes as far.
+    assert matcher.advance(drafts[:readable])
+    matcher.masks([])
+    assert matcher.failure is not None
+
+
+@pytest.mark.parametrize("end", [[3], []], ids=["end", "no end"])
+def test_drafts_may_lead_where_nothing_follows(end: list[int]) -> None:
+    """Of a vocabulary that cannot spell what the grammar wants, and the same without drafts."""
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
+    grammar = LLGuidanceCompiler(tokenizer, PADDED, end).compile(regex("abz|ac"))
+    matcher = grammar.matcher()
+    rows = matcher.masks([0, 1])
+    assert [allowed(row) for row in rows] == [[0], [1, 2], []]
+    assert not matcher.mask([0, 1]).any()
+    assert matcher.failure is None
+    assert matcher.advance([0, 1])
+    matcher.masks([])
+    assert matcher.failure == NOTHING_FOLLOWS

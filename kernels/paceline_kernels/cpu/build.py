@@ -83,7 +83,10 @@ def _cache() -> Path:
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise BuildError(f"no place for the library: {error}; {CACHE_VARIABLE} can name one") from error
 
 
 def _cpu() -> str:

@@ -155,8 +155,11 @@ struct Part {
 
 constexpr Bracket ALL = {-FLT_MAX, INF};
 
-// Running masses are integers: they reach a share when they reach the next integer.
-int64_t share_of(int64_t total, float share) { return (int64_t)std::ceil((double)share * (double)total); }
+// Running masses are integers: they reach a share when they reach the next integer. A share that float32 rounds to 0
+// still asks for a token.
+int64_t share_of(int64_t total, float share) {
+    return std::max((int64_t)std::ceil((double)share * (double)total), (int64_t)1);
+}
 
 // Finds the largest key t such that the keys >= t have at least the mass asked for. Each round estimates from a sample
 // where t lies, and keeps the items on its side; the first round reads the row, later ones what was kept.

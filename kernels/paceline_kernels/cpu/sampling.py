@@ -120,8 +120,9 @@ def _call_pairs(name: str, p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor,
     assert library is not None, "ask available() first"
     assert p.shape[1] == q.shape[1], f"{p.shape[1]} and {q.shape[1]} tokens"
     assert all(len(x) == len(p_rows) for x in (q_rows, *arguments)), "one of each for each pair"
-    for rows, tensor in ((p_rows, p), (q_rows, q)):
-        assert len(rows) == 0 or int(rows.max()) < len(tensor), "rows out of range"
+    least = -1 if name == "residual" else 0  # which means no q
+    for rows, tensor, first in ((p_rows, p, 0), (q_rows, q, least)):
+        assert len(rows) == 0 or (int(rows.min()) >= first and int(rows.max()) < len(tensor)), "rows out of range"
     p_rows, q_rows = p_rows.contiguous(), q_rows.contiguous()
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (p, q, p_rows, q_rows, *arguments)]
     getattr(library, f"paceline_{name}")(ctypes.c_int64(len(p_rows)), ctypes.c_int64(p.shape[1]), *pointers)

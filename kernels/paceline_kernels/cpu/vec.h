@@ -176,7 +176,7 @@ inline Floats exp(Floats x) {
     q = fused(q, r, all(0x1.555492p-3f));
     q = fused(q, r, all(0x1.fffffcp-2f));
     const Floats power = fused(q * r, r, r) + 1.0f;
-    return where(x >= -87.3f, (Floats)((Ints)power + ((Ints)shifted << 23)));
+    return where(x >= -87.3f, (Floats)((Words)power + ((Words)shifted << 23)));
 }
 
 // A float64 sum of floats, always in the same order.

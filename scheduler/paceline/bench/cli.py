@@ -75,6 +75,8 @@ def acceptance(
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
+    if draft == "none":
+        raise InvalidArgument("draft", draft, "a directory, demo or ngram: without drafts none is accepted")
     try:
         values = [float(part) for part in temperatures.split(",")]
     except ValueError as error:

@@ -75,6 +75,12 @@ class Scheduler:
             )
         return max_total
 
+    def check_depth(self, speculation: SpeculationParams) -> None:
+        """Raises InvalidArgument: a lowest depth above the server's highest. Changes nothing."""
+        if speculation.min_depth > self.config.max_depth:
+            allowed = f"at most {self.config.max_depth}, the server's highest depth"
+            raise InvalidArgument("speculation.min_draft_tokens", speculation.min_depth, allowed)
+
     def add(
         self,
         request_id: int,
@@ -103,9 +109,7 @@ class Scheduler:
         """
         if request_id in self.requests:
             raise AlreadyExists(f"request {request_id} is live")
-        if speculation.min_depth > self.config.max_depth:
-            allowed = f"at most {self.config.max_depth}, the server's highest depth"
-            raise InvalidArgument("speculation.min_draft_tokens", speculation.min_depth, allowed)
+        self.check_depth(speculation)
         params = SequenceParams(sampling, constraints, logprobs, speculation.rule_for(sampling), choice)
         max_total = self.check(len(prompt_token_ids), stop)
         if len(self.waiting) >= self.config.max_queued:

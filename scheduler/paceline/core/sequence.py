@@ -13,6 +13,7 @@ behind (d3 and the bonus), else one.
 
 from __future__ import annotations
 
+from paceline.core.bad_words import BadWords
 from paceline.core.plan import Admission, SequenceWork
 from paceline.core.token_counts import TokenCounts
 
@@ -25,11 +26,13 @@ class Sequence:
         block_ids: block table; position i lives in block_ids[i // block_size].
         num_computed: leading tokens that have target KV.
         num_draft_computed: leading tokens that have draft KV.
+        bad_words: what the completion may not contain, if anything.
         counts: how often each token stands in it, if penalties need to know.
         matcher: where the completion stands in its grammar, if it has one.
     """
 
     __slots__ = (
+        "bad_words",
         "block_ids",
         "counts",
         "matcher",
@@ -50,6 +53,8 @@ class Sequence:
         self.num_computed = admission.num_computed
         self.num_draft_computed = admission.num_draft_computed
         self.counts = TokenCounts(self.prompt, self.output) if self.params.sampling.penalised else None
+        words = self.params.constraints.bad_words
+        self.bad_words = BadWords(words) if words else None
         grammar = self.params.constraints.grammar
         self.matcher = None if grammar is None else grammar.matcher()
         if self.matcher is not None and self.output:
@@ -104,4 +109,5 @@ class Sequence:
         if self.counts is not None:
             self.counts.add(emitted)
         self.num_computed = len(self) - 1
-        self.num_draft_computed = min(self.num_draft_computed, known + num_accepted)
+        # Of a run that was cut at a dead end, the newest token may be a draft that the draft model has read.
+        self.num_draft_computed = min(self.num_draft_computed, known + num_accepted, len(self) - 1)

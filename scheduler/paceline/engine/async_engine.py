@@ -82,7 +82,7 @@ class AsyncEngine:
             PacelineError: whatever `Engine.prepare` and `Engine.add` refuse.
         """
         self._check_open()
-        if request.grammar is not None or _text_length(request.prompt) > LONG_TEXT:
+        if _takes_long(request):
             prepared = await asyncio.to_thread(self.engine.prepare, request)
             self._check_open()
         else:
@@ -237,6 +237,11 @@ class AsyncEngine:
                 del self._streams[output.request_id]
         if not self._streams:
             self._empty.set()
+
+
+def _takes_long(request: GenerationRequest) -> bool:
+    """To prepare: the event loop cannot wait for it. Each bad word is encoded by itself, twice."""
+    return request.grammar is not None or bool(request.sampling.bad_words) or _text_length(request.prompt) > LONG_TEXT
 
 
 def _text_length(prompt: Prompt) -> int:

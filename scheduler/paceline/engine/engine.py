@@ -19,6 +19,7 @@ from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
 from paceline.engine.delta import Output, PromptLogprobs
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
+from paceline.engine.stop_matcher import StopMatcher
 from paceline.engine.stops import Cut, StopChecker
 from paceline.engine.tokenizer import ROLES, Tokenizer
 from paceline.engine.totals import Totals
@@ -113,11 +114,12 @@ class Engine:
             available = ", ".join(sorted(self.methods))
             raise FailedPrecondition(f"speculation.mode = {method}: not loaded here; available: {available}")
         request.speculation.rule_for(request.sampling)
+        self.scheduler.check_depth(request.speculation)
         for string in request.stop.strings:
             _check_unicode("stop.strings", string)
         self._check_ids("stop.token_ids", request.stop.token_ids)
         self._check_ids("sampling.logit_bias", [token_id for token_id, _ in request.sampling.logit_bias])
-        self._check_ids("sampling.allowed_token_ids", request.sampling.allowed_token_ids)
+        self._check_allowed_ids(request.sampling.allowed_token_ids)
         self._check_logprobs(request)
         max_queued = self.scheduler.config.max_queued
         if request.n > max_queued:
@@ -153,12 +155,19 @@ class Engine:
             waiting = len(self.scheduler.waiting)
             raise Unavailable(f"{waiting} completions are waiting, and max_queued does not allow {request.n} more")
         ids = [next(self._ids) for _ in range(request.n)]
+        matcher = StopMatcher(request.stop.strings) if request.stop.strings else None
         for choice, request_id in enumerate(ids):
-            self._add_completion(request, prepared, choice, request_id, ids[0])
+            self._add_completion(request, prepared, matcher, choice, request_id, ids[0])
         return ids[0]
 
     def _add_completion(
-        self, request: GenerationRequest, prepared: Prepared, choice: int, request_id: int, first_id: int
+        self,
+        request: GenerationRequest,
+        prepared: Prepared,
+        matcher: StopMatcher | None,
+        choice: int,
+        request_id: int,
+        first_id: int,
     ) -> None:
         prompt, logprobs = prepared.prompt_token_ids, request.logprobs
         if choice:
@@ -175,7 +184,7 @@ class Engine:
             choice=choice,
             sibling_id=first_id if choice else None,
         )
-        checker = StopChecker(request.stop, self.tokenizer, prompt, self.scheduler.config.eos_token_ids)
+        checker = StopChecker(request.stop, self.tokenizer, prompt, self.scheduler.config.eos_token_ids, matcher)
         known: list[TokenLogprobs | None] | None = None if logprobs.prompt is None else [None] * len(prompt)
         self._completions[request_id] = _Completion(checker, choice, known)
 
@@ -324,7 +333,8 @@ class Engine:
         """The ids of each word as a text begins with it, and as it stands behind a space."""
         for word in words:
             _check_unicode("sampling.bad_words", word)
-            for text in (word, " " + word.lstrip()):
+            # White space stands for itself alone: without it, only the blank would be left.
+            for text in (word, " " + word.lstrip()) if word.strip() else (word,):
                 ids = self._check_ids("sampling.bad_words", self.tokenizer.encode_words(text))
                 if not ids:
                     raise InvalidArgument("sampling.bad_words", word, "words that the tokenizer has tokens for")
@@ -335,6 +345,13 @@ class Engine:
         for name, count in (("logprobs", wanted.completion), ("prompt_logprobs", wanted.prompt)):
             if count is not None and count > self.max_logprobs:
                 raise InvalidArgument(f"output.{name}", count, f"in 0..{self.max_logprobs}, which this server allows")
+
+    def _check_allowed_ids(self, token_ids: Sequence[int]) -> None:
+        field = "sampling.allowed_token_ids"
+        if len(token_ids) > self.vocab_size:  # before each is looked at
+            allowed = f"at most {self.vocab_size}, the size of the vocabulary"
+            raise InvalidArgument(field, f"{len(token_ids)} ids", allowed)
+        self._check_ids(field, token_ids)
 
     def _check_ids(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         for token_id in token_ids:

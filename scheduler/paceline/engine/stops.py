@@ -46,16 +46,26 @@ class StopChecker:
 
     Text that may be the beginning of a stop string is held back: less than the longest stop string, ever. A character
     that is incomplete at the end is shown as U+FFFD and matches nothing.
+
+    Args:
+        matcher: of the stop strings, for the completions of a request to share; None makes one.
     """
 
     def __init__(
-        self, stop: StopParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], eos_token_ids: tuple[int, ...]
+        self,
+        stop: StopParams,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        eos_token_ids: tuple[int, ...],
+        matcher: StopMatcher | None = None,
     ) -> None:
         self._eos_token_ids = eos_token_ids
         self._include = stop.include_stop_string
         self._min_tokens = stop.min_tokens
         self._decoder = tokenizer.decoder(prompt_token_ids, special_tokens=stop.include_special_tokens)
-        self._matcher = StopMatcher(stop.strings) if stop.strings else None
+        if matcher is None and stop.strings:
+            matcher = StopMatcher(stop.strings)
+        self._matcher = matcher
         self._state = StopMatcher.START
         self._held = ""
 

@@ -30,6 +30,7 @@ def completion_logprobs(raw: Tensor, positions: Positions, token_ids: Seq[int]) 
         edit_(logits, batch)
         if not positions.params.sampling.greedy:
             truncate_(logits, batch)
+        logits -= logits.amax(-1, keepdim=True)  # first, so that nothing overflows
         logits /= temperatures(batch, logits.device)[:, None]
     return token_logprobs(logits, token_ids, wanted.completion)
 

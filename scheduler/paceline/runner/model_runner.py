@@ -204,7 +204,8 @@ def _emit(run: Run, work: SequenceWork, verdict: Verdict, dead_end: int | None, 
     if matcher is not None and matcher.failure is not None:
         token_ids, accepted, failure = [], 0, matcher.failure
     elif dead_end is not None and len(token_ids) > dead_end:
-        token_ids, accepted, failure = token_ids[:dead_end], dead_end, DEAD_END
+        # Behind drafts it is for the next step to say so, which stands right there.
+        token_ids, accepted, failure = token_ids[:dead_end], dead_end, None if dead_end else DEAD_END
     logprobs = () if raw is None else completion_logprobs(raw, run.positions, token_ids)
     sequence.commit(work, token_ids, accepted)
     grammar_end = None

@@ -25,7 +25,8 @@ import paceline_kernels as ops
 from paceline.core.grammar import Mask
 from paceline.runner.positions import Positions
 
-SMALLEST_TEMPERATURE = 1e-30  # below it, float32 would divide by 0; long before it, all mass is on the maximum
+# Beyond these float32 would divide by 0 or infinity; long before them, all mass is on the maximum, or on all alike.
+SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-30, 1e30
 
 
 def edit_(logits: Tensor, batch: Seq[Positions]) -> list[int]:
@@ -49,7 +50,7 @@ def edit_(logits: Tensor, batch: Seq[Positions]) -> list[int]:
 def truncate_(logits: Tensor, batch: Seq[Positions]) -> None:
     """Set to -inf, in place, what temperature, min-p, typical-p, top-k and top-p leave out.  # [rows, vocab]"""
     if _any_truncated(batch):
-        ops.truncate_(logits, *_limits(batch, logits.device))
+        ops.truncate_(logits, *_limits(logits, batch))
 
 
 def distribution_(logits: Tensor, batch: Seq[Positions]) -> Tensor:
@@ -59,7 +60,7 @@ def distribution_(logits: Tensor, batch: Seq[Positions]) -> Tensor:
         `logits`, [rows, vocab]: each row sums to 1, and is exactly 0 where a token was cut away.
     """
     if _any_truncated(batch):
-        ops.distribution_(logits, *_limits(batch, logits.device))
+        ops.distribution_(logits, *_limits(logits, batch))
     else:
         ops.softmax_(logits, temperatures(batch, logits.device))
     return logits
@@ -70,7 +71,7 @@ def temperatures(batch: Seq[Positions], device: torch.device) -> Tensor:
     values: list[float] = []
     for positions in batch:
         sampling = positions.params.sampling
-        value = 1.0 if sampling.greedy else max(sampling.temperature, SMALLEST_TEMPERATURE)
+        value = 1.0 if sampling.greedy else min(max(sampling.temperature, SMALLEST_TEMPERATURE), LARGEST_TEMPERATURE)
         values.extend([value] * len(positions))
     return torch.tensor(values, dtype=torch.float32, device=device)
 
@@ -79,12 +80,13 @@ def _any_truncated(batch: Seq[Positions]) -> bool:
     return any(p.params.sampling.truncated for p in batch)
 
 
-def _limits(batch: Seq[Positions], device: torch.device) -> tuple[Tensor, ...]:
+def _limits(logits: Tensor, batch: Seq[Positions]) -> tuple[Tensor, ...]:
     """What `ops.truncate_` asks for besides the logits, [rows] each."""
+    vocab, device = logits.shape[1], logits.device
     sampling = [p.params.sampling for p in batch for _ in range(len(p))]
     return (
         temperatures(batch, device),
-        torch.tensor([s.top_k for s in sampling], device=device),
+        torch.tensor([min(s.top_k, vocab) for s in sampling], device=device),
         torch.tensor([s.top_p for s in sampling], dtype=torch.float32, device=device),
         torch.tensor([s.min_p for s in sampling], dtype=torch.float32, device=device),
         torch.tensor([s.typical_p for s in sampling], dtype=torch.float32, device=device),
@@ -144,13 +146,8 @@ def _bans(positions: Positions, row: int) -> list[int]:
     bans: list[int] = []
     if positions.sequence.num_output + len(behind) < constraints.min_tokens:
         bans.extend(constraints.stop_token_ids)
-    if constraints.bad_words:
-        longest = max(len(word) for word in constraints.bad_words) - 1
-        known = positions.sequence.last_output(longest) + behind
-        for word in constraints.bad_words:
-            before = len(word) - 1
-            if before == 0 or (len(known) >= before and tuple(known[len(known) - before :]) == word[:-1]):
-                bans.append(word[-1])
+    if (words := positions.sequence.bad_words) is not None:
+        bans.extend(words.completing(positions.sequence.last_output(words.longest) + behind))
     return bans
 
 
@@ -211,9 +208,12 @@ def _penalise(logits: Tensor, edited: list[tuple[int, Positions]]) -> None:
     where = torch.from_numpy(np.concatenate(rows)).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)
     times = torch.from_numpy(np.concatenate(counts)).to(device)
     repetition, frequency, presence = torch.from_numpy(np.concatenate(penalties, axis=1)).to(device)
-    x = logits[where]
-    x = torch.where(x > 0, x / repetition, x * repetition)
-    logits[where] = x - frequency * times - presence * (times > 0)
+    before = logits[where]
+    x = torch.where(before > 0, before / repetition, before * repetition)
+    x = x - frequency * times - presence * (times > 0)
+    # However extreme the penalty, it makes no logit infinite and forbids no token.
+    largest = torch.finfo(x.dtype).max
+    logits[where] = torch.where(before == -torch.inf, before, x.clamp(-largest, largest))
 
 
 def _with_first_rows(batch: Iterable[Positions]) -> Iterable[tuple[int, Positions]]:

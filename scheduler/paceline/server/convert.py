@@ -6,7 +6,7 @@ Presence decides everywhere: a field that is unset means the model's default, 0 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.core.params import (
+    MAX_LOGIT_BIASES,
     LogprobsMode,
     LogprobsParams,
     Method,
@@ -43,6 +44,9 @@ UNSUPPORTED: Final = frozenset(
         "scheduling.time_per_output_token",
     }
 )
+
+# Each message is looked at by itself, on the event loop.
+MAX_CHAT_MESSAGES: Final = 1 << 14
 
 # No blanks: they would not survive the trip through HTTP headers at either end of an id.
 REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
@@ -89,6 +93,8 @@ WITH_TOKEN_IDS: Final = frozenset({pb.OUTPUT_CONTENT_TOKEN_IDS, pb.OUTPUT_CONTEN
 def check_supported(message: Message, path: str = "") -> None:
     """Refuse what is set in `message` and cannot be honoured; `path` is its own dotted name, with a dot at the end.
 
+    Lists are not looked into, since they may be long: their elements have nothing that could be refused here.
+
     Raises:
         FailedPrecondition: a field of `UNSUPPORTED` is set.
         InvalidArgument: an enum has a number without a name.
@@ -100,9 +106,8 @@ def check_supported(message: Message, path: str = "") -> None:
         if field.enum_type is not None and value not in field.enum_type.values_by_number:
             names = ", ".join(known.name for known in field.enum_type.values)
             raise InvalidArgument(name, value, f"one of {names}")
-        if field.message_type is not None and not is_map(field):
-            for part in value if field.is_repeated else (value,):
-                check_supported(part, name + ".")
+        if field.message_type is not None and not field.is_repeated:
+            check_supported(value, name + ".")
 
 
 def is_map(field: FieldDescriptor) -> bool:
@@ -145,6 +150,9 @@ def _read_prompt(message: pb.GenerateRequest) -> Prompt:
         case "chat":
             if not message.chat.messages:  # to the engine, nothing at all is a list of ids
                 raise InvalidArgument("chat.messages", [], "at least one message")
+            if len(message.chat.messages) > MAX_CHAT_MESSAGES:
+                size = f"{len(message.chat.messages)} messages"
+                raise InvalidArgument("chat.messages", size, f"at most {MAX_CHAT_MESSAGES} messages")
             return tuple(ChatMessage(turn.role, turn.content) for turn in message.chat.messages)
         case _:
             raise InvalidArgument("prompt", None, "one of prompt_text, prompt_tokens and chat")
@@ -155,12 +163,18 @@ def _read_sampling(message: pb.SamplingParams, default: SamplingParams) -> Sampl
     given: dict[str, Any] = {}
     for field, value in message.ListFields():
         if is_map(field):
-            given[field.name] = tuple((key, _shortest_decimal(value[key])) for key in sorted(value))
+            given[field.name] = _read_biases(field.name, value)
         elif field.is_repeated:
             given[field.name] = tuple(value)
         else:
             given[field.name] = _shortest_decimal(value) if isinstance(value, float) else value
     return replace(default, **given)
+
+
+def _read_biases(name: str, biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    if len(biases) > MAX_LOGIT_BIASES:  # before each is looked at
+        raise InvalidArgument(f"sampling.{name}", f"{len(biases)} tokens", f"at most {MAX_LOGIT_BIASES} tokens")
+    return tuple((key, _shortest_decimal(biases[key])) for key in sorted(biases))
 
 
 def _shortest_decimal(value: float) -> float:

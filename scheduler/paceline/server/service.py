@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import uuid
@@ -27,6 +28,9 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["GenerationService"].full_n
 Request: TypeAlias = pb.GenerateRequest | InvalidArgument
 Context: TypeAlias = grpc.aio.ServicerContext[Request, pb.GenerateResponse]
 ManyContext: TypeAlias = grpc.aio.ServicerContext[pb.GenerateManyRequest, pb.GenerateManyResponse]
+
+# Logprobs of more tokens than this are written in another thread: about a millisecond's worth.
+MANY_TOKENS: Final = 256
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +139,11 @@ async def _respond(stream: Stream, started: pb.Started, output: pb.OutputParams,
     async for delta in _whole(stream) if output.final_only else stream:
         if delta.prompt_logprobs:
             assert not begun, "prompt logprobs came after the first message"
-            started.prompt_logprobs.extend(write_logprobs(delta.prompt_logprobs))
-        response = write_delta(delta, output.content)
+            started.prompt_logprobs.extend(await asyncio.to_thread(write_logprobs, delta.prompt_logprobs))
+        if len(delta.logprobs) > MANY_TOKENS:
+            response = await asyncio.to_thread(write_delta, delta, output.content)
+        else:
+            response = write_delta(delta, output.content)
         if not (response.text or response.token_ids or response.logprobs or delta.finish):
             continue
         if not begun:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
+import math
+import threading
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits
@@ -22,6 +25,7 @@ MAX_REGEX_BYTES = 8 * 1024  # the time to compile one grows with the square
 MAX_CHOICES = 1024
 # llguidance recurses from rule to rule: a chain of 3000 overflows the stack, one of 2000 does not.
 MAX_GRAMMAR_LINES = 1024
+MAX_MULTIPLE = 10_000  # takes a tenth of a second
 MAX_CACHED = 32
 MAX_REASON_CHARS = 200
 
@@ -93,9 +97,11 @@ class LLGuidanceCompiler:
         backend: Any = getattr(tokenizer, "backend_tokenizer")  # noqa: B009, slow tokenizers do not declare it
         self._vocabulary = Vocabulary(backend.to_str(), vocab_size, eos_token_ids, tokenizer.all_special_ids)
         self._compiled = functools.lru_cache(MAX_CACHED)(self._compile)
+        self._lock = threading.Lock()  # one at a time, so that requests that come together compile a grammar once
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        return self._compiled(spec)
+        with self._lock:
+            return self._compiled(spec)
 
     def _compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
         _check_size(spec)
@@ -114,8 +120,10 @@ def _source(spec: GrammarSpec) -> str:
     match spec.kind:
         case GrammarKind.JSON_SCHEMA:
             # The standard library tells better than llguidance where the text is no JSON.
-            if not isinstance(json.loads(spec.text), dict):
+            schema = json.loads(spec.text)
+            if not isinstance(schema, dict):
                 raise ValueError("a schema is an object")
+            _check_multiples(schema)
             # Overridden, since a schema may bring options of llguidance's: it cannot ask to be read less strictly.
             return LLMatcher.grammar_from_json_schema(
                 spec.text, overrides={"whitespace_pattern": WHITESPACE, "lenient": False}
@@ -123,11 +131,37 @@ def _source(spec: GrammarSpec) -> str:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(spec.text)
         case GrammarKind.GRAMMAR:
+            if "%json" in spec.text and "multiple" in spec.text:
+                raise ValueError("multipleOf only in structured.json_schema, where its size is looked at")
             return LLMatcher.grammar_from_lark(spec.text)
         case GrammarKind.CHOICE:
             # One terminal, so that the choices are one automaton. Lark's strings are JSON's.
             choices = " | ".join(json.dumps(choice) for choice in spec.choices)
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+
+
+def _check_multiples(schema: object) -> None:
+    """The automaton that knows multiples grows with their common one, without a limit of llguidance's."""
+    common = 1
+    for value in _values(schema, "multipleOf"):
+        if isinstance(value, int | float) and value > 0:
+            digits = int("".join(map(str, Decimal(repr(value)).as_tuple().digits)))
+            common = math.lcm(common, digits)
+            if common > MAX_MULTIPLE:
+                raise ValueError(f"multipleOf: digits with a common multiple of at most {MAX_MULTIPLE}")
+
+
+def _values(node: object, key: str) -> Iterator[object]:
+    """All that a key has anywhere in a JSON document."""
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            todo.extend(node.values())
+            if key in node:
+                yield node[key]
+        elif isinstance(node, list):
+            todo.extend(node)
 
 
 def _check_size(spec: GrammarSpec) -> None:

@@ -91,13 +91,16 @@ class LLGuidanceMatcher:
             rows[0] = self._vocabulary.end
             return rows
         stopped_at = self._fill(rows, drafts)
-        if stopped_at is not None:
+        while stopped_at is not None:
             self._renew_parser()
-            stopped_at = self._fill(rows, drafts)
-        if stopped_at == 0:
-            self._die_stopped()
-        elif stopped_at is not None:
-            self._renew_parser()  # where no draft has led it
+            before, stopped_at = stopped_at, self._fill(rows, drafts, stopped_at)
+            if stopped_at == 0:
+                self._die_stopped()
+                break
+            if stopped_at == before:  # also without what the rows before cost: nothing may follow there
+                rows[stopped_at] = 0
+                self._renew_parser()  # where no draft has led it
+                break
         return rows
 
     def mask(self, drafts: Sequence[int]) -> Mask:
@@ -134,16 +137,20 @@ class LLGuidanceMatcher:
         self._renew_parser()
         return self._parser.try_consume_tokens([token_id]) == 1
 
-    def _fill(self, rows: Mask, drafts: Sequence[int]) -> int | None:
-        """Write the rows up to the first draft that is refused. The row at which the parser stopped, if it did."""
-        for position in range(len(rows)):
+    def _fill(self, rows: Mask, drafts: Sequence[int], begin: int = 0) -> int | None:
+        """Write the rows from `begin` up to the first draft that is refused. The row at which the parser stopped, if
+        it did.
+        """
+        for position in range(begin, len(rows)):
             row = self._row(tuple(drafts[:position]))
             if row is None:
                 return position
             if row.any():
                 rows[position] = row
-            elif position == 0 and not self._accepting():
-                self._failure = NOTHING_FOLLOWS
+            elif not self._accepting(drafts[:position]):
+                rows[position] = row
+                if position == 0:
+                    self._failure = NOTHING_FOLLOWS
             if position == len(drafts):
                 break
             draft = drafts[position]
@@ -163,8 +170,8 @@ class LLGuidanceMatcher:
             self._rows[drafts] = row
         return row
 
-    def _accepting(self) -> bool:
-        return self._go_to(()) and self._parser.is_accepting()
+    def _accepting(self, drafts: Sequence[int] = ()) -> bool:
+        return self._go_to(drafts) and self._parser.is_accepting()
 
     def _text_that_follows(self) -> Mask:
         """What may follow where the parser is, without the end; nothing if it has stopped."""
