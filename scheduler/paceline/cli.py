@@ -97,7 +97,7 @@ def engine_settings(
     ] = "auto",
     reproducible: Annotated[
         bool,
-        typer.Option("--reproducible", help="Greedy and seeded output to the bit, whatever runs beside it (slower)."),
+        typer.Option("--reproducible", help="Greedy and seeded output to the bit, whatever runs beside it."),
     ] = False,
     max_logprobs: Annotated[int, typer.Option(metavar="N", help="Alternatives per token that may be asked for.")] = 20,
 ) -> EngineSettings:

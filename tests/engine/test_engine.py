@@ -216,9 +216,9 @@ class TestRefused:
     def test_a_full_queue(self) -> None:
         engine = make_engine(max_queued=2)
         engine.add(make_request())
-        assert engine.has_room
+        assert engine.has_room_for(1)
         engine.add(make_request())
-        assert not engine.has_room
+        assert not engine.has_room_for(1)
         with pytest.raises(Unavailable):
             engine.add(make_request())
         assert len(run(engine)) == 2

@@ -588,7 +588,7 @@ void paceline_mask(int64_t, int64_t vocab, float* logits, int64_t count, const i
 
 void paceline_truncate(
     int64_t rows, int64_t vocab, float* logits, const float* temperature, const int64_t* top_k, const float* top_p,
-    const float* min_p, const float* typical_p
+    const float* min_p, const float* typical_p, int64_t normalise
 ) {
     // Dynamic: rows differ in what they ask for.
 #pragma omp parallel for schedule(dynamic)
@@ -596,20 +596,8 @@ void paceline_truncate(
         static thread_local Selection selection;
         const Limits limits{temperature[row], top_p[row], min_p[row], typical_p[row], top_k[row]};
         truncate_row(logits + row * vocab, vocab, limits, selection);
-    }
-}
-
-// Both at once: each row is still in the cache when it is normalised.
-void paceline_distribution(
-    int64_t rows, int64_t vocab, float* logits, const float* temperature, const int64_t* top_k, const float* top_p,
-    const float* min_p, const float* typical_p
-) {
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t row = 0; row < rows; row++) {
-        static thread_local Selection selection;
-        const Limits limits{temperature[row], top_p[row], min_p[row], typical_p[row], top_k[row]};
-        truncate_row(logits + row * vocab, vocab, limits, selection);
-        softmax_row(logits + row * vocab, vocab, temperature[row]);
+        // Here the row is still in the cache.
+        if (normalise) softmax_row(logits + row * vocab, vocab, temperature[row]);
     }
 }
 

@@ -24,16 +24,15 @@ def available() -> bool:
     return _library() is not None
 
 
-def _call(name: str, logits: Tensor, *arguments: Tensor | int) -> None:
-    """Call a function of (rows, vocab, logits, ...); the caller keeps the tensors alive meanwhile."""
+def _call(name: str, rows: int, vocab: int, *arguments: Tensor | int) -> None:
+    """Call a function of (rows, vocab, ...); the caller keeps the tensors alive meanwhile."""
     library = _library()
     assert library is not None, "ask available() first"
-    rows, vocab = logits.shape
     assert vocab > 0, "a distribution over nothing"
     values = [
-        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) for x in (logits, *arguments)
+        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) for x in (rows, vocab, *arguments)
     ]
-    getattr(library, f"paceline_{name}")(ctypes.c_int64(rows), ctypes.c_int64(vocab), *values)
+    getattr(library, f"paceline_{name}")(*values)
 
 
 def _per_row(values: Tensor, logits: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -45,7 +44,7 @@ def _per_row(values: Tensor, logits: Tensor, dtype: torch.dtype, *shape: int) ->
 def argmax(logits: Tensor) -> Tensor:
     """[rows, vocab] -> [rows] int64."""
     out = torch.empty(logits.shape[0], dtype=torch.int64)
-    _call("argmax", logits, out)
+    _call("argmax", *logits.shape, logits, out)
     return out
 
 
@@ -55,41 +54,48 @@ def mask_(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     assert bitmask.shape == (count, (logits.shape[1] + 31) // 32), tuple(bitmask.shape)
     assert count == 0 or (int(rows.min()) >= 0 and int(rows.max()) < logits.shape[0]), "rows out of range"
     rows, bitmask = rows.to(torch.int64).contiguous(), bitmask.to(torch.int32).contiguous()
-    _call("mask", logits, count, rows, bitmask)
+    _call("mask", *logits.shape, logits, count, rows, bitmask)
 
 
 def truncate_(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
 ) -> None:
     """Mutates logits [rows, vocab]; all parameters are [rows]."""
-    _call_limited("truncate", logits, temperature, top_k, top_p, min_p, typical_p)
+    _truncate(logits, temperature, top_k, top_p, min_p, typical_p, normalise=False)
 
 
 def distribution_(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
 ) -> None:
     """Mutates logits [rows, vocab]; all parameters are [rows]."""
-    _call_limited("distribution", logits, temperature, top_k, top_p, min_p, typical_p)
+    _truncate(logits, temperature, top_k, top_p, min_p, typical_p, normalise=True)
 
 
-def _call_limited(
-    name: str, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
+def _truncate(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    typical_p: Tensor,
+    *,
+    normalise: bool,
 ) -> None:
     shares = [_per_row(share, logits, torch.float32) for share in (top_p, min_p, typical_p)]
     warmth = _per_row(temperature, logits, torch.float32)
-    _call(name, logits, warmth, _per_row(top_k, logits, torch.int64), *shares)
+    _call("truncate", *logits.shape, logits, warmth, _per_row(top_k, logits, torch.int64), *shares, int(normalise))
 
 
 def softmax_(logits: Tensor, temperature: Tensor) -> None:
     """Mutates logits [rows, vocab] into probabilities at temperature [rows]."""
-    _call("softmax", logits, _per_row(temperature, logits, torch.float32))
+    _call("softmax", *logits.shape, logits, _per_row(temperature, logits, torch.float32))
 
 
 def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
     """logits [rows, vocab], temperature [rows], keys [rows, 4] int64 -> [rows] int64."""
     out = torch.empty(logits.shape[0], dtype=torch.int64)
     warmth = _per_row(temperature, logits, torch.float32)
-    _call("gumbel_argmax", logits, warmth, _per_row(keys, logits, torch.int64, 4), out)
+    _call("gumbel_argmax", *logits.shape, logits, warmth, _per_row(keys, logits, torch.int64, 4), out)
     return out
 
 
@@ -116,20 +122,16 @@ def residual(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor
 
 def _call_pairs(name: str, p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, *arguments: Tensor) -> None:
     """Call a function of (count, vocab, p, q, p_rows, q_rows, ...)."""
-    library = _library()
-    assert library is not None, "ask available() first"
     assert p.shape[1] == q.shape[1], f"{p.shape[1]} and {q.shape[1]} tokens"
     assert all(len(x) == len(p_rows) for x in (q_rows, *arguments)), "one of each for each pair"
     least = -1 if name == "residual" else 0  # which means no q
     for rows, tensor, first in ((p_rows, p, 0), (q_rows, q, least)):
         assert len(rows) == 0 or (int(rows.min()) >= first and int(rows.max()) < len(tensor)), "rows out of range"
-    p_rows, q_rows = p_rows.contiguous(), q_rows.contiguous()
-    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (p, q, p_rows, q_rows, *arguments)]
-    getattr(library, f"paceline_{name}")(ctypes.c_int64(len(p_rows)), ctypes.c_int64(p.shape[1]), *pointers)
+    _call(name, len(p_rows), p.shape[1], p, q, p_rows.contiguous(), q_rows.contiguous(), *arguments)
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
     """weights [rows, vocab], u [rows] float64 -> [rows] int64."""
     out = torch.empty(weights.shape[0], dtype=torch.int64)
-    _call("draw", weights, _per_row(u, weights, torch.float64), out)
+    _call("draw", *weights.shape, weights, _per_row(u, weights, torch.float64), out)
     return out

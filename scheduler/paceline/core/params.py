@@ -198,18 +198,16 @@ class SpeculationParams:
             InvalidArgument: a rule that the request cannot be verified by.
         """
         if sampling.greedy:
-            own, possible = Verification.GREEDY, {Verification.GREEDY}
+            kind, possible = "greedy", [Verification.GREEDY]
         elif sampling.seed is not None:
-            own, possible = Verification.COUPLED, {Verification.COUPLED}
+            kind, possible = "seeded", [Verification.COUPLED]
         else:
-            own, possible = Verification.BLOCK, {Verification.BLOCK, Verification.TOKEN_WISE}
-        if self.verification is None:
-            return own
-        if self.verification not in possible:
-            kind = "greedy" if sampling.greedy else "seeded" if sampling.seed is not None else "unseeded, sampled"
-            allowed = f"{' or '.join(sorted(possible))}, or unset, for a {kind} request"
-            raise InvalidArgument("speculation.verification", str(self.verification), allowed)
-        return self.verification
+            kind, possible = "unseeded, sampled", [Verification.BLOCK, Verification.TOKEN_WISE]
+        rule = possible[0] if self.verification is None else self.verification
+        if rule not in possible:
+            allowed = f"{' or '.join(possible)}, or unset, for a {kind} request"
+            raise InvalidArgument("speculation.verification", str(rule), allowed)
+        return rule
 
 
 @dataclass(frozen=True, slots=True)

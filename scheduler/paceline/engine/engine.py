@@ -198,11 +198,6 @@ class Engine:
         """A request is live."""
         return self.scheduler.has_requests
 
-    @property
-    def has_room(self) -> bool:
-        """The queue takes another completion."""
-        return self.has_room_for(1)
-
     def has_room_for(self, count: int) -> bool:
         """The queue takes so many completions."""
         return len(self.scheduler.waiting) + count <= self.scheduler.config.max_queued

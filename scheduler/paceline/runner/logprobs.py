@@ -39,8 +39,7 @@ def token_logprobs(logits: Tensor, token_ids: Seq[int], count: int) -> tuple[Tok
     """Of one token per row, and of the `count` most probable.  # [rows, vocab]"""
     if not token_ids:
         return ()
-    # Relative to the maximum, so that the smallest temperature gives 0 and -inf, and no NaN.
-    logprobs = (logits - logits.amax(-1, keepdim=True)).log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])  # [rows, 1]
     ranks = (logprobs > chosen).sum(-1) + 1
     values, top = _top(logprobs, min(count, logprobs.shape[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,11 +24,11 @@ from paceline.runner.positions import Positions
 from paceline.runner.sampler import edit_
 from paceline.runner.verification import Run, Verdict, Verifier
 
-NO_DRAFT = Draft([])
 PROMPT_LOGPROB_ROWS = 64  # prompt positions whose logits are held at a time
 DEAD_END = "no token is allowed here by the grammar and the other constraints together"
 
-Batch = list[tuple[Sequence, SequenceWork]]
+Planned = list[tuple[Sequence, SequenceWork]]
+Batch = list[tuple[Sequence, SequenceWork, Draft]]
 
 
 class ModelRunner:
@@ -46,16 +47,16 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
         self._apply_membership(plan)
-        batch = [(self._sequences[work.request_id], work) for work in plan.work]
-        for sequence, work in batch:
+        planned = [(self._sequences[work.request_id], work) for work in plan.work]
+        for sequence, work in planned:
             sequence.extend(work)
-        drafts = self._draft(batch)
+        batch = self._draft(planned)
         drafted = time.perf_counter()
-        masks = self._start_masks(batch, drafts)
-        hidden = self._forward(batch, drafts)
-        prompt_logprobs = self._prompt_logprobs(batch, drafts, hidden)
-        logits = self._logits(batch, drafts, hidden)
-        runs = self._runs(batch, drafts, masks.result())
+        masks = self._start_masks(batch)
+        hidden = self._forward(batch)
+        prompt_logprobs = self._prompt_logprobs(batch, hidden)
+        logits = self._logits(batch, hidden)
+        runs = self._runs(batch, masks.result())
         verified = time.perf_counter()
         results = self._commit(batch, runs, logits, prompt_logprobs)
         ended = time.perf_counter()
@@ -72,12 +73,12 @@ class ModelRunner:
 
     # -- draft --------------------------------------------------------------------------------------------------------
 
-    def _draft(self, batch: Batch) -> dict[int, Draft]:
-        """Every proposal of this step, by request id. What a grammar forces is proposed without asking a drafter."""
+    def _draft(self, planned: Planned) -> Batch:
+        """The batch with the draft of every sequence. What a grammar forces is proposed without asking a drafter."""
         drafts: dict[int, Draft] = {}
         for method, drafter in self.drafters.items():
             mine = []
-            for sequence, work in batch:
+            for sequence, work in planned:
                 if work.method is not method or not (work.num_drafts or work.draft_catch_up):
                     continue
                 forced = sequence.matcher.forced(work.num_drafts) if sequence.matcher and work.num_drafts else []
@@ -89,38 +90,32 @@ class ModelRunner:
                 proposals = drafter.propose(mine)
                 for (_, work), draft in zip(mine, proposals, strict=True):
                     drafts.setdefault(work.request_id, draft)
-        return drafts
+        return [(sequence, work, drafts.get(work.request_id) or Draft([])) for sequence, work in planned]
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch, drafts: dict[int, Draft]) -> Tensor:
+    def _forward(self, batch: Batch) -> Tensor:
         """One forward over all rows; hidden states, [rows, hidden]."""
-        runs = []
-        for sequence, work in batch:
-            tokens = sequence.rows(work) + drafts.get(work.request_id, NO_DRAFT).token_ids
-            runs.append(input_batch.Run(sequence.block_ids, sequence.num_computed, tokens))
+        runs = [
+            input_batch.Run(sequence.block_ids, sequence.num_computed, sequence.rows(work) + draft.token_ids)
+            for sequence, work, draft in batch
+        ]
         token_ids, layout = input_batch.flatten(runs, self.kv_cache.block_size, self.model.device)
         return self.model.forward(token_ids, layout, self.kv_cache)
 
-    def _logits(self, batch: Batch, drafts: dict[int, Draft], hidden: Tensor) -> Tensor:
+    def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         """Logits of the rows that are sampled or verified, [rows, vocab] float32."""
         wanted: list[int] = []
-        end = 0
-        for _, work in batch:
-            depth = len(drafts.get(work.request_id, NO_DRAFT).token_ids)
-            end += work.num_tokens + depth
+        for (_, work, draft), first in zip(batch, _first_rows(batch), strict=True):
             if work.samples:
-                wanted.extend(range(end - depth - 1, end))
+                newest = first + work.num_tokens - 1
+                wanted.extend(range(newest, newest + len(draft.token_ids) + 1))
         return self.model.logits(hidden[torch.tensor(wanted, dtype=torch.int64, device=hidden.device)])
 
-    def _prompt_logprobs(
-        self, batch: Batch, drafts: dict[int, Draft], hidden: Tensor
-    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+    def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Logprobs of the prompt tokens behind each row of a chunk, for who wants them, by request id."""
         found: dict[int, tuple[TokenLogprobs, ...]] = {}
-        row = 0
-        for sequence, work in batch:
-            first, row = row, row + work.num_tokens + len(drafts.get(work.request_id, NO_DRAFT).token_ids)
+        for (sequence, work, _), first in zip(batch, _first_rows(batch), strict=True):
             count = sequence.params.logprobs.prompt
             start = sequence.num_computed + 1
             tokens = sequence.prompt[start : start + work.num_tokens] if count is not None else []
@@ -136,13 +131,13 @@ class ModelRunner:
 
     # -- grammars -----------------------------------------------------------------------------------------------------
 
-    def _start_masks(self, batch: Batch, drafts: dict[int, Draft]) -> Future[dict[int, Mask]]:
+    def _start_masks(self, batch: Batch) -> Future[dict[int, Mask]]:
         """Ask the grammars what they allow at every row that is sampled or verified. Until the answer is there, nobody
         else may touch the matchers.
         """
         jobs = [
-            (work.request_id, sequence.matcher, drafts.get(work.request_id, NO_DRAFT).token_ids)
-            for sequence, work in batch
+            (work.request_id, sequence.matcher, draft.token_ids)
+            for sequence, work, draft in batch
             if work.samples and sequence.matcher is not None
         ]
         if not jobs:
@@ -151,53 +146,60 @@ class ModelRunner:
             return nothing
         return self._mask_worker.submit(_masks, jobs)
 
-    def _runs(self, batch: Batch, drafts: dict[int, Draft], masks: dict[int, Mask]) -> list[Run]:
+    def _runs(self, batch: Batch, masks: dict[int, Mask]) -> list[Run]:
         """What there is to verify, in the order of the batch."""
-        runs = []
-        for sequence, work in batch:
-            if work.samples:
-                draft = drafts.get(work.request_id, NO_DRAFT)
-                runs.append(Run(Positions(sequence, draft.token_ids, masks=masks.get(work.request_id)), draft))
-        return runs
+        return [
+            Run(Positions(sequence, draft.token_ids, masks=masks.get(work.request_id)), draft)
+            for sequence, work, draft in batch
+            if work.samples
+        ]
 
     # -- results ------------------------------------------------------------------------------------------------------
 
     def _commit(
         self, batch: Batch, runs: list[Run], logits: Tensor, prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]
     ) -> tuple[SequenceResult, ...]:
-        firsts = [0]
-        for run in runs:
-            firsts.append(firsts[-1] + run.depth + 1)
-        raw = {
-            index: logits[first : first + run.depth + 1].clone()
-            for index, (run, first) in enumerate(zip(runs, firsts, strict=False))
-            if run.positions.params.logprobs.completion is not None
-        }
-        dead = edit_(logits, [run.positions for run in runs])
+        rows = torch.split(logits, [run.depth + 1 for run in runs])
+        raw = [
+            None if run.positions.params.logprobs.completion is None else own.clone()
+            for run, own in zip(runs, rows, strict=True)
+        ]
+        dead_ends = _dead_ends(edit_(logits, [run.positions for run in runs]), runs)
         verdicts = self._verifier.verify(logits, runs)
+        judged = iter(zip(runs, verdicts, dead_ends, raw, strict=True))
         results = []
-        index = -1
-        for sequence, work in batch:
+        for sequence, work, _ in batch:
             start = sequence.num_computed + 1
             if not work.samples:
                 sequence.commit(work, [], 0)
                 result = SequenceResult(work.request_id, num_draft_computed=sequence.num_draft_computed)
             else:
-                index += 1
-                run, first = runs[index], firsts[index]
-                dead_end = next((row - first for row in dead if first <= row < first + run.depth + 1), None)
-                result = _emit(run, work, verdicts[index], dead_end, raw.get(index))
+                result = _emit(work, *next(judged))
             if work.request_id in prompt_logprobs:
                 result = replace(result, prompt_start=start, prompt_logprobs=prompt_logprobs[work.request_id])
             results.append(result)
         return tuple(results)
 
 
+def _first_rows(batch: Batch) -> list[int]:
+    """Where the rows of each sequence begin in the forward."""
+    counts = [work.num_tokens + len(draft.token_ids) for _, work, draft in batch]
+    return list(itertools.accumulate(counts, initial=0))[:-1]
+
+
+def _dead_ends(dead: list[int], runs: list[Run]) -> list[int | None]:
+    """For each run the first of its rows that is among the dead ones, which are ascending."""
+    firsts = list(itertools.accumulate((run.depth + 1 for run in runs), initial=0))
+    return [
+        next((row - first for row in dead if first <= row < end), None) for first, end in itertools.pairwise(firsts)
+    ]
+
+
 def _masks(jobs: list[tuple[int, Matcher, list[int]]]) -> dict[int, Mask]:
     return {request_id: matcher.masks(drafts) for request_id, matcher, drafts in jobs}
 
 
-def _emit(run: Run, work: SequenceWork, verdict: Verdict, dead_end: int | None, raw: Tensor | None) -> SequenceResult:
+def _emit(work: SequenceWork, run: Run, verdict: Verdict, dead_end: int | None, raw: Tensor | None) -> SequenceResult:
     """Book a verdict in the sequence. What stands behind a dead end is void."""
     sequence, matcher = run.positions.sequence, run.positions.sequence.matcher
     token_ids, accepted, failure = verdict.token_ids, verdict.num_accepted, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 
 import torch
@@ -105,8 +106,8 @@ class _Proposal:
         # Rows of q, those of one sequence side by side.
         drawn = [s.params.verification in DRAWN for s, _ in batch]
         rows = [depth if is_drawn else 0 for depth, is_drawn in zip(self._depths, drawn, strict=True)]
-        self._first_rows = [sum(rows[:i]) for i in range(len(rows))]
-        self._probs = torch.empty(sum(rows), vocab, device=device) if sum(rows) else None
+        *self._first_rows, num_rows = itertools.accumulate(rows, initial=0)
+        self._probs = torch.empty(num_rows, vocab, device=device) if num_rows else None
         self._drawn = drawn
 
     def going(self) -> list[int]:
