@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from itertools import accumulate
 from numbers import Integral, Real
@@ -217,15 +217,12 @@ def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOpti
     _check_types(given)
     _check_prompt(prompt)
     get = given.get
-    names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "presence_penalty", "frequency_penalty")
-    values: dict[str, Any] = {name: given[name] for name in (*names, "repetition_penalty") if name in given}
-    sampling = replace(
-        default,
-        **values,
-        logit_bias=_biases(given),
-        allowed_token_ids=_tuple("allowed_token_ids", given, Integral),
-        bad_words=_tuple("bad_words", given, str),
-    )
+    own: dict[str, Any] = given | {
+        "logit_bias": _biases(given),
+        "allowed_token_ids": _tuple("allowed_token_ids", given, Integral),
+        "bad_words": _tuple("bad_words", given, str),
+    }
+    sampling = replace(default, **{item.name: own[item.name] for item in fields(SamplingParams) if item.name in own})
     stop = get("stop", ())
     stops = StopParams(
         max_tokens=cast("int | None", get("max_tokens")),

@@ -8,21 +8,28 @@ from typing import Annotated
 
 import typer
 
+Model = Annotated[str, typer.Option(help="Model directory, or demo.")]
+Draft = Annotated[str, typer.Option(help="Draft directory, demo, ngram or none.")]
+Concurrency = Annotated[str, typer.Option(help="Streams at once, comma-separated.")]
+Depth = Annotated[str, typer.Option(help="off, auto or fixed depths, comma-separated.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Times that every cell is measured; medians are shown.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+
 app = typer.Typer(help="Measure the engine against itself, in one run.", no_args_is_help=True)
 
 
 @app.command()
 def throughput(
-    model: Annotated[str, typer.Option(help="Model directory, or demo.")] = "demo",
-    draft: Annotated[str, typer.Option(help="Draft directory, demo, ngram or none.")] = "demo",
-    concurrency: Annotated[str, typer.Option(help="Streams at once, comma-separated.")] = "1,4,16",
-    depth: Annotated[str, typer.Option(help="off, auto or fixed depths, comma-separated.")] = "off,2,4,auto",
+    model: Model = "demo",
+    draft: Draft = "demo",
+    concurrency: Concurrency = "1,4,16",
+    depth: Depth = "off,2,4,auto",
     prompts: Annotated[Path | None, typer.Option(help='{"prompt": ...} or {"prompt_token_ids": [...]} a line.')] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")] = 96,
     rounds: Annotated[
         int, typer.Option(min=1, help="Times that every cell is measured, in turn; medians are shown.")
     ] = 5,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    dtype: Dtype = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
 ) -> None:
@@ -62,7 +69,7 @@ def sampling(
 
 @app.command()
 def acceptance(
-    model: Annotated[str, typer.Option(help="Model directory, or demo.")] = "demo",
+    model: Model = "demo",
     draft: Annotated[str, typer.Option(help="Draft directory, or demo.")] = "demo",
     temperatures: Annotated[str, typer.Option(help="Above 0, comma-separated.")] = "0.7,1.0",
     depth: Annotated[int, typer.Option(min=1, help="Drafts of every step.")] = 4,
@@ -88,13 +95,13 @@ def acceptance(
 
 @app.command()
 def grammar(
-    model: Annotated[str, typer.Option(help="Model directory, or demo.")] = "demo",
-    draft: Annotated[str, typer.Option(help="Draft directory, demo, ngram or none.")] = "demo",
-    depth: Annotated[str, typer.Option(help="off, auto or fixed depths, comma-separated.")] = "off,4",
+    model: Model = "demo",
+    draft: Draft = "demo",
+    depth: Depth = "off,4",
     streams: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that every cell is measured; medians are shown.")] = 5,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    rounds: Rounds = 5,
+    dtype: Dtype = "auto",
 ) -> None:
     """What a JSON schema adds to the time of a step, against the same streams without one."""
     from paceline.bench.grammar import measure, render
@@ -110,13 +117,13 @@ def grammar(
 
 @app.command()
 def reproducible(
-    model: Annotated[str, typer.Option(help="Model directory, or demo.")] = "demo",
-    draft: Annotated[str, typer.Option(help="Draft directory, demo, ngram or none.")] = "demo",
-    concurrency: Annotated[str, typer.Option(help="Streams at once, comma-separated.")] = "1,16",
-    depth: Annotated[str, typer.Option(help="off, auto or fixed depths, comma-separated.")] = "off,4",
+    model: Model = "demo",
+    draft: Draft = "demo",
+    concurrency: Concurrency = "1,16",
+    depth: Depth = "off,4",
     max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that every cell is measured; medians are shown.")] = 5,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    rounds: Rounds = 5,
+    dtype: Dtype = "auto",
 ) -> None:
     """Time of the batch-invariant mode, as a ratio to the default's."""
     from paceline.bench.reproducible import measure, render

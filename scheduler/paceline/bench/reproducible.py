@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -11,10 +10,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.core.params import SamplingParams, SpeculationParams, StopParams
+from paceline.bench.throughput import run
+from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.engine import Engine, GenerationRequest
 
-Prompt = str | tuple[int, ...]
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(slots=True)
@@ -35,36 +35,26 @@ class Cell:
 def measure(
     default: Engine,
     reproducible: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[str | tuple[int, ...]],
     sizes: Sequence[int],
     depths: dict[str, SpeculationParams],
     max_tokens: int,
     rounds: int,
 ) -> list[Cell]:
     """The same greedy streams on both engines, one after the other."""
+    encoded = [default.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
     cells = [Cell(size, name) for size in sizes for name in depths]
     for number in track(range(-1, rounds), description="measuring"):
         for cell in cells:
-            batch = [prompts[i % len(prompts)] for i in range(cell.streams)]
+            batch = [encoded[i % len(encoded)] for i in range(cell.streams)]
             for engine, seconds in ((default, cell.default), (reproducible, cell.reproducible)):
-                _run(engine, batch, depths[cell.depth], 1)  # whatever the last engine left in the caches
-                parts = (
-                    _run(engine, batch, depths[cell.depth], 1),
-                    _run(engine, batch, depths[cell.depth], max_tokens),
+                # The first time for whatever the last engine left in the caches.
+                _, (prefill, _), (whole, _) = (
+                    run(engine, batch, tokens, depths[cell.depth], GREEDY) for tokens in (1, 1, max_tokens)
                 )
                 if number >= 0:
-                    seconds.append(parts)
+                    seconds.append((prefill, whole))
     return cells
-
-
-def _run(engine: Engine, prompts: Sequence[Prompt], speculation: SpeculationParams, max_tokens: int) -> float:
-    stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
-    for prompt in prompts:
-        engine.add(GenerationRequest(prompt, SamplingParams(temperature=0.0), stop, speculation))
-    began = time.perf_counter()
-    while engine.has_work:
-        engine.step()
-    return time.perf_counter() - began
 
 
 def render(cells: list[Cell], title: str) -> None:

@@ -135,7 +135,7 @@ def measure(
         first = max(0, number) * size
         streams = [encoded[(first + i) % len(encoded)] for i in range(size)]
         if name == next(iter(depths)):
-            _run(engine, streams, 1, depths[name], sampling)
+            run(engine, streams, 1, depths[name], sampling)
         sample = _measure_once(engine, streams, max_tokens, depths[name], sampling)
         if number >= 0:
             cells[size, name].samples.append(sample)
@@ -152,9 +152,9 @@ def _measure_once(
     speculation: SpeculationParams,
     sampling: SamplingParams,
 ) -> Sample:
-    prefill_seconds, _ = _run(engine, prompts, 1, speculation, sampling)
+    prefill_seconds, _ = run(engine, prompts, 1, speculation, sampling)
     before = replace(engine.totals)
-    seconds, stats = _run(engine, prompts, max_tokens, speculation, sampling)
+    seconds, stats = run(engine, prompts, max_tokens, speculation, sampling)
     after = engine.totals
     return Sample(
         streams=len(prompts),
@@ -169,9 +169,9 @@ def _measure_once(
     )
 
 
-def _run(
+def run(
     engine: Engine,
-    prompts: list[tuple[int, ...]],
+    prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
     speculation: SpeculationParams,
     sampling: SamplingParams,

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+WORD = 32  # tokens in a word of a mask
 Mask = NDArray[np.int32]  # [..., ceil(vocab / 32)]: bit v % 32 of word v // 32 is set where token v is allowed
+
+
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
+    """The row that allows these ids and no others.  # [ceil(vocab / 32)]"""
+    bits = np.zeros(-(-vocab_size // WORD) * WORD, np.uint8)
+    bits[list(token_ids)] = 1
+    packed: NDArray[np.uint8] = np.packbits(bits, bitorder="little")
+    return packed.view(np.int32)
 
 
 class GrammarKind(enum.StrEnum):

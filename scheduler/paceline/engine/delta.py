@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from paceline.core.plan import Finish, TokenLogprobs
 from paceline.core.request import RequestStats
@@ -34,6 +36,21 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     choice: int = 0
     prompt_logprobs: PromptLogprobs = ()
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """Consecutive deltas of one choice as one."""
+    first, last = deltas[0], deltas[-1]
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        token_offset=first.token_offset,
+        finish=last.finish,
+        stats=last.stats,
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        choice=first.choice,
+        prompt_logprobs=first.prompt_logprobs,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

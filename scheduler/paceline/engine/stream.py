@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from paceline.core.plan import Finish, TokenLogprobs
-from paceline.core.request import RequestStats
-from paceline.engine.delta import Delta, PromptLogprobs
+from paceline.engine.delta import Delta, join
 from paceline.errors import PacelineError
 
 
 class Stream:
     """A request's completions as they grow: iterate over their deltas.
 
-    However slowly it is read, it holds at most one delta of each choice, into which later ones are merged: memory is
-    bounded by the completions, and the step loop never waits. It ends exactly once: when every choice has had a delta
-    whose `finish` is set, or by raising the error that it failed with, after everything that came before the error.
+    However slowly it is read, what waits of a choice comes as one delta: memory is bounded by the completions, and the
+    step loop never waits. It ends exactly once: when every choice has had a delta whose `finish` is set, or by raising
+    the error that it failed with, after everything that came before the error.
 
     Who stops reading aborts the request: `break`, cancellation, `aclose()`. Only `aclose()` does so before anything
     else runs, and also if reading never began, so use `async with contextlib.aclosing(stream)`; the others may take one
@@ -36,8 +34,8 @@ class Stream:
         self.num_choices = num_choices
         self._on_abandon = on_abandon
         self._ready = asyncio.Event()
-        self._waiting: dict[int, _Waiting] = {}  # by choice, longest waiting first
-        self._token_offsets = [0] * num_choices  # of the first token of each choice that is not read
+        self._waiting: dict[int, list[Delta]] = {}  # by choice, longest waiting first
+        self._num_tokens = [0] * num_choices  # of each choice so far
         self._num_open = num_choices  # choices that may still grow
         self._num_unread = num_choices  # choices whose end the reader has not seen
         self._error: PacelineError | None = None
@@ -51,13 +49,14 @@ class Stream:
         return self._num_open == 0 or self._error is not None
 
     def put(self, delta: Delta) -> None:
-        """Merge a delta into what waits to be read."""
+        """Add a delta to what waits to be read."""
         assert not self.ended, f"request {self.request_id} goes on after its end"
-        waiting = self._waiting.setdefault(delta.choice, _Waiting())
-        offset = self._token_offsets[delta.choice] + len(waiting.token_ids)
-        assert waiting.finish is None, f"request {self.request_id}: choice {delta.choice} goes on after its end"
-        assert delta.token_offset == offset, (self.request_id, delta)
-        waiting.add(delta)
+        waiting = self._waiting.setdefault(delta.choice, [])
+        ended = waiting and waiting[-1].finish is not None
+        assert not ended, f"request {self.request_id}: choice {delta.choice} goes on after its end"
+        assert delta.token_offset == self._num_tokens[delta.choice], (self.request_id, delta)
+        waiting.append(delta)
+        self._num_tokens[delta.choice] += len(delta.token_ids)
         self._num_open -= delta.finish is not None
         self._ready.set()
 
@@ -91,43 +90,8 @@ class Stream:
             assert self._error is not None
             raise self._error
         choice = next(iter(self._waiting))
-        waiting = self._waiting.pop(choice)
-        delta = waiting.as_delta(choice, self._token_offsets[choice])
-        self._token_offsets[choice] += len(delta.token_ids)
+        delta = join(self._waiting.pop(choice))
         self._num_unread -= delta.finish is not None
         if not self._waiting and self._error is None:
             self._ready.clear()
         return delta
-
-
-class _Waiting:
-    """What one choice grew by since it was last read."""
-
-    __slots__ = ("finish", "logprobs", "prompt_logprobs", "stats", "texts", "token_ids")
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: PromptLogprobs = ()
-        self.finish: Finish | None = None
-        self.stats: RequestStats | None = None
-
-    def add(self, delta: Delta) -> None:
-        self.texts.append(delta.text)
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
-        self.finish, self.stats = delta.finish, delta.stats
-
-    def as_delta(self, choice: int, token_offset: int) -> Delta:
-        return Delta(
-            "".join(self.texts),
-            tuple(self.token_ids),
-            token_offset,
-            self.finish,
-            self.stats,
-            tuple(self.logprobs),
-            choice,
-            self.prompt_logprobs,
-        )

@@ -22,11 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import paceline_kernels as ops
-from paceline.core.grammar import Mask
+from paceline.core.grammar import Mask, mask_of
 from paceline.runner.positions import Positions
 
 # Beyond these float32 would divide by 0 or infinity; long before them, all mass is on the maximum, or on all alike.
 SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-30, 1e30
+
+_mask_of = functools.lru_cache(maxsize=256)(mask_of)  # of a request's allowed tokens, which every step asks for
 
 
 def edit_(logits: Tensor, batch: Seq[Positions]) -> list[int]:
@@ -131,7 +133,7 @@ def _allowed(positions: Positions, vocab: int) -> Mask | None:
     allowed = positions.params.sampling.allowed_token_ids
     if not allowed:
         return positions.masks
-    own = _bitmask(allowed, vocab)
+    own = _mask_of(allowed, vocab)
     return np.broadcast_to(own, (len(positions), len(own))) if positions.masks is None else positions.masks & own
 
 
@@ -157,15 +159,6 @@ def _without(masks: Mask, bans: list[list[int]]) -> Mask:
     for row, token_ids in enumerate(bans):
         for token in token_ids:
             bits[row, token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
-    return bits.view(np.int32)
-
-
-@functools.lru_cache(maxsize=256)
-def _bitmask(token_ids: tuple[int, ...], vocab: int) -> Mask:
-    """One row that allows `token_ids` only.  # [ceil(vocab / 32)] int32"""
-    bits = np.zeros(-(-vocab // 32), np.uint32)
-    ids = np.array(token_ids, np.int64)
-    np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
     return bits.view(np.int32)
 
 

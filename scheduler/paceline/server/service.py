@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import uuid
 from collections import defaultdict
@@ -16,7 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from paceline.engine import AsyncEngine, Delta, Stream
-from paceline.engine.delta import PromptLogprobs
+from paceline.engine.delta import PromptLogprobs, join
 from paceline.errors import AlreadyExists, InvalidArgument, NotFound, PacelineError, Unavailable
 from paceline.server.convert import read_request, read_request_id, write_delta, write_logprobs
 from paceline.server.status import REQUEST_ID_KEY, abort
@@ -161,17 +160,5 @@ async def _whole(stream: AsyncIterable[Delta]) -> AsyncIterator[Delta]:
         prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
         parts[delta.choice].append(delta)
         if delta.finish is not None:
-            yield replace(_joined(parts.pop(delta.choice)), prompt_logprobs=prompt_logprobs)
+            yield replace(join(parts.pop(delta.choice)), prompt_logprobs=prompt_logprobs)
             prompt_logprobs = ()
-
-
-def _joined(deltas: list[Delta]) -> Delta:
-    """A whole choice."""
-    last = deltas[-1]
-    return replace(
-        last,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(itertools.chain.from_iterable(delta.token_ids for delta in deltas)),
-        token_offset=0,
-        logprobs=tuple(itertools.chain.from_iterable(delta.logprobs for delta in deltas)),
-    )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from llguidance import LLTokenizer
-from numpy.typing import NDArray
 
-from paceline.core.grammar import Mask
+from paceline.core.grammar import WORD, Mask, mask_of
 
-WORD = 32  # tokens in a word of a mask
 UNWRITTEN = "\ufdd0"  # a noncharacter: no text has it
 
 
@@ -43,8 +41,8 @@ class Vocabulary:
         state["truncation"] = state["padding"] = state["post_processor"] = None
         self.tokenizer = LLTokenizer(json.dumps(state), n_vocab=max(vocab_size, own_end + 1), eos_token=own_end)
         self.num_words = -(-vocab_size // WORD)
-        self.end = self._row(self.end_ids)
-        self.text = self._row(set(range(min(vocab_size, own_end))) - self.special_ids)
+        self.end = mask_of((token_id for token_id in self.end_ids if token_id < vocab_size), vocab_size)
+        self.text = mask_of(set(range(min(vocab_size, own_end))) - self.special_ids, vocab_size)
 
     def everything(self, num_rows: int) -> Mask:
         """[num_rows, num_words], all bits set."""
@@ -56,12 +54,6 @@ class Vocabulary:
 
     def allows(self, row: Mask, token_id: int) -> bool:
         return 0 <= token_id < self._vocab_size and bool(row[token_id // WORD] >> (token_id % WORD) & 1)
-
-    def _row(self, token_ids: Collection[int]) -> Mask:
-        bits = np.zeros(self.num_words * WORD, np.uint8)
-        bits[[token_id for token_id in token_ids if token_id < self._vocab_size]] = 1
-        packed: NDArray[np.uint8] = np.packbits(bits, bitorder="little")
-        return packed.view(np.int32)
 
 
 def only_token(row: Mask) -> int | None:
