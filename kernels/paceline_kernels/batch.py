@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -24,10 +25,30 @@ class PagedBatch:
     rows may have the same slot only if they write the same there.
     """
 
-    positions: Tensor  # [num_tokens] int64
-    slots: Tensor  # [num_tokens] int64: block_id * block_size + offset, where the row's K and V are written
     query_starts: Tensor  # [num_seqs + 1] int32: rows of sequence i are query_starts[i]:query_starts[i + 1]
     context_lens: Tensor  # [num_seqs] int32: tokens that the last row of sequence i sees, itself included
     block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with 0
+    block_size: int
     # What a backend works out from the layout once, for every layer; by a key of the backend's own.
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def positions(self) -> Tensor:
+        """Of every row in its sequence, [num_tokens] int64."""
+        return self._rows()[0]
+
+    @property
+    def slots(self) -> Tensor:
+        """Where the K and V of every row are written, [num_tokens] int64: block_id * block_size + offset."""
+        return self._rows()[1]
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        if "rows" not in self.derived:
+            starts = self.query_starts.long()
+            owners = torch.arange(len(self.context_lens), device=starts.device).repeat_interleave(starts.diff())
+            behind = starts[1:][owners] - torch.arange(len(owners), device=starts.device)  # rows from here on
+            positions = self.context_lens[owners].long() - behind
+            blocks = self.block_tables[owners, positions // self.block_size].long()
+            self.derived["rows"] = positions, blocks * self.block_size + positions % self.block_size
+        positions, slots = self.derived["rows"]
+        return positions, slots

@@ -95,6 +95,12 @@ def engine_settings(
     depth: Annotated[
         str, typer.Option(metavar="auto|off|N", help="Draft tokens per step: chosen, none, or N.")
     ] = "auto",
+    backend: Annotated[
+        str, typer.Option(metavar="auto|native|torch", help="What computes: code compiled for this CPU, or torch.")
+    ] = "auto",
+    quantization: Annotated[str, typer.Option(metavar="none|int8", help="Of the model's weights.")] = "none",
+    draft_quantization: Annotated[str, typer.Option(metavar="none|int8", help="Of the draft's weights.")] = "none",
+    threads: Annotated[int | None, typer.Option(metavar="N", help="Threads that compute (one for each core).")] = None,
     reproducible: Annotated[
         bool,
         typer.Option("--reproducible", help="Greedy and seeded output to the bit, whatever runs beside it."),
@@ -115,6 +121,10 @@ def engine_settings(
         block_size=block_size,
         seed=seed,
         depth=depth,
+        backend=backend,
+        quantization=quantization,
+        draft_quantization=draft_quantization,
+        threads=threads,
         reproducible=reproducible,
         max_logprobs=max_logprobs,
     )

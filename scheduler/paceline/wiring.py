@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,14 +18,17 @@ from paceline.engine import Engine, GenerationRequest
 from paceline.engine.tokenizer import TransformersTokenizer
 from paceline.engine.totals import Totals
 from paceline.errors import FailedPrecondition, InvalidArgument
-from paceline.models import ModelConfig, load_model, load_model_config
+from paceline.models import Model, ModelConfig, NativeDecoder, load_model, load_model_config, load_native
 from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import Drafter, KVCache, ModelRunner
 from paceline.speculation import DraftModel, Ngram
 from paceline.structured import LLGuidanceCompiler
-from paceline_kernels import invariant, reference
-from paceline_kernels.ops import Ops
+from paceline_kernels.cpu import decoder
 
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "native", "torch")
+QUANTIZATIONS = ("none", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFF = "off"
 MAX_DEPTH = 8  # of any request, unless the operator fixes a higher depth for all
@@ -41,7 +45,11 @@ class EngineSettings:
         dtype: "auto", "float32" or "bfloat16".
         kv_cache_memory: bytes for target and draft KV together.
         depth: "auto", "off", or a number of drafts for every request.
-        reproducible: greedy and seeded output is the same, to the bit, whatever the batch, the chunks and the depth.
+        backend: "auto", "native" (compiled here, CPUs only) or "torch"; auto is native where that can be.
+        quantization, draft_quantization: of the weights of target and draft, "none" or "int8".
+        threads: that compute; None takes torch's number.
+        reproducible: greedy and seeded output is the same, to the bit, whatever the batch, the chunks and the depth;
+            refuse to start where that cannot be had. The native backend always works so.
         max_logprobs: alternatives that a request may ask for at each token.
     """
 
@@ -55,6 +63,10 @@ class EngineSettings:
     block_size: int = 16
     seed: int = 0
     depth: str = "auto"
+    backend: str = "auto"
+    quantization: str = "none"
+    draft_quantization: str = "none"
+    threads: int | None = None
     reproducible: bool = False
     max_logprobs: int = 20
 
@@ -72,8 +84,9 @@ def build_engine(settings: EngineSettings) -> Engine:
     if settings.max_logprobs < 0:
         raise InvalidArgument("max_logprobs", settings.max_logprobs, "an integer >= 0")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _set_threads(settings.threads)
     dtype = _choose_dtype(settings.dtype, device)
-    ops = _choose_ops(settings, device)
+    native = _choose_native(settings, device)
     model_path = _model_path(settings.model)
     draft_path = None if settings.depth == OFF else _draft_path(settings.draft)
     config = load_model_config(model_path)
@@ -83,7 +96,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         _check_pair(settings, config, draft_config, tokenizer.get_vocab(), load_tokenizer(draft_path).get_vocab())
     method, policy, max_depth = _speculation(settings)
     max_model_len = _choose_max_model_len(settings, config)
-    num_blocks = _choose_num_blocks(settings, config, draft_config, max_model_len, dtype, device)
+    num_blocks = _choose_num_blocks(settings, config, draft_config, max_model_len, dtype, device, native)
     scheduler_config = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=settings.block_size,
@@ -95,16 +108,18 @@ def build_engine(settings: EngineSettings) -> Engine:
         eos_token_ids=config.eos_token_ids,
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )
-    target = load_model(model_path, dtype, device, ops)
+
+    def load(path: Path, quantization: str) -> Model:
+        return load_native(path, dtype, int8=quantization == "int8") if native else load_model(path, dtype, device)
+
+    target = load(model_path, settings.quantization)
     drafters: dict[Method, Drafter] = {} if settings.depth == OFF else {Method.NGRAM: Ngram()}
     if draft_path is not None and draft_config is not None:
-        draft = load_model(draft_path, dtype, device, ops)
-        draft_kv = KVCache(draft_config, num_blocks, settings.block_size, dtype, device)
-        drafters[Method.DRAFT_MODEL] = DraftModel(draft, draft_kv, settings.seed)
-    target_kv = KVCache(config, num_blocks, settings.block_size, dtype, device)
+        draft = load(draft_path, settings.draft_quantization)
+        drafters[Method.DRAFT_MODEL] = DraftModel(draft, KVCache(draft, num_blocks, settings.block_size), settings.seed)
     engine = Engine(
         Scheduler(scheduler_config, policy),
-        ModelRunner(target, target_kv, drafters, settings.seed),
+        ModelRunner(target, KVCache(target, num_blocks, settings.block_size), drafters, settings.seed),
         TransformersTokenizer(tokenizer),
         model_name=settings.model if settings.model == "demo" else model_path.resolve().name,
         vocab_size=config.vocab_size,
@@ -129,14 +144,42 @@ def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _choose_ops(settings: EngineSettings, device: torch.device) -> Ops:
-    if not settings.reproducible:
-        return reference
-    if device.type != "cpu":
-        raise FailedPrecondition(f"reproducible: the operations for it run on CPUs only, and this server uses {device}")
-    if (reason := invariant.available()) is not None:
-        raise FailedPrecondition(f"reproducible: {reason}")
-    return invariant
+def _set_threads(threads: int | None) -> None:
+    """Of torch and of the native backend alike: they share one pool."""
+    if threads is None:
+        return
+    if threads < 1:
+        raise InvalidArgument("threads", threads, "an integer >= 1")
+    torch.set_num_threads(threads)
+
+
+def _choose_native(settings: EngineSettings, device: torch.device) -> bool:
+    """Whether the native backend computes. What only it can do is refused where it cannot run."""
+    if settings.backend not in BACKENDS:
+        raise InvalidArgument("backend", settings.backend, ", ".join(BACKENDS))
+    for field in ("quantization", "draft_quantization"):
+        if getattr(settings, field) not in QUANTIZATIONS:
+            raise InvalidArgument(field, getattr(settings, field), " or ".join(QUANTIZATIONS))
+    if settings.backend == "torch":
+        obstacle: str | None = "backend = torch"
+    elif device.type != "cpu":
+        obstacle = f"it runs on CPUs only, and this server uses {device}"
+    else:
+        obstacle = decoder.available()
+    if obstacle is None:
+        return True
+    asked_for = {
+        "backend = native": settings.backend == "native",
+        "quantization = int8": settings.quantization == "int8",
+        "draft_quantization = int8": settings.draft_quantization == "int8",
+        "reproducible": settings.reproducible,
+    }
+    for name, asked in asked_for.items():
+        if asked:
+            raise FailedPrecondition(f"{name}: the native backend is needed: {obstacle}")
+    if settings.backend == "auto" and device.type == "cpu":
+        logger.warning("no native backend, torch computes, several times slower: %s", obstacle)
+    return False
 
 
 def _model_path(name: str) -> Path:
@@ -200,14 +243,14 @@ def _choose_num_blocks(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    native: bool,
 ) -> int:
     """Blocks that the KV memory holds; at least one request of full length must fit."""
     size = settings.block_size
     if size < 1:
         raise InvalidArgument("block_size", size, "an integer >= 1")
-    per_block = KVCache.bytes_per_block(config, size, dtype)
-    if draft is not None:
-        per_block += KVCache.bytes_per_block(draft, size, dtype)
+    lanes = NativeDecoder.kv_lanes if native else 1
+    per_block = sum(KVCache.bytes_per_block(c, size, dtype, lanes) for c in (config, draft) if c is not None)
     needed = -(-max_model_len // size)
     if settings.kv_cache_memory is None:
         # Never more than every running request could use.

@@ -93,11 +93,10 @@ def test_a_sequence_does_not_notice_its_batch_mates(dtype: torch.dtype) -> None:
     together = paged_attention(query, *pages.kv_cache[0], batch, SCALE)
     for index, (begin, end) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):
         alone = PagedBatch(
-            positions=batch.positions[begin:end],
-            slots=batch.slots[begin:end],
             query_starts=torch.tensor([0, end - begin], dtype=torch.int32),
             context_lens=batch.context_lens[index : index + 1],
             block_tables=batch.block_tables[index : index + 1],
+            block_size=batch.block_size,
         )
         out = paged_attention(query[begin:end], *pages.kv_cache[0], alone, SCALE)
         assert torch.equal(out, together[begin:end]), runs[index]

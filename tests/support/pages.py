@@ -23,14 +23,14 @@ class Pages:
         block_size: int = 8,
         num_blocks: int = 128,
         dtype: torch.dtype = torch.float32,
+        lanes: int = 1,
         seed: int = 0,
     ) -> None:
+        """Blocks are padded to a multiple of `lanes`, as the model asks for by its `kv_lanes`."""
         self.block_size = block_size
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        self.kv_cache = [
-            (torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
-            for _ in range(num_layers)
-        ]
+        padded = -(-block_size // lanes) * lanes
+        layers = torch.full((num_layers, 2, num_blocks, padded, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+        self.kv_cache = [(keys, values) for keys, values in layers]
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
         self._free = list(range(num_blocks))
@@ -38,8 +38,6 @@ class Pages:
 
     def batch(self, runs: Sequence[tuple[str, int]]) -> PagedBatch:
         """The next `rows` positions of each named sequence, as one batch; their length grows by that much."""
-        positions: list[int] = []
-        slots: list[int] = []
         starts = [0]
         for name, rows in runs:
             begin = self.lengths.get(name, 0)
@@ -47,17 +45,14 @@ class Pages:
             table = self.tables.setdefault(name, [])
             while len(table) * self.block_size < begin + rows:
                 table.append(self._free.pop())
-            positions += range(begin, begin + rows)
-            slots += [self.slot(name, position) for position in range(begin, begin + rows)]
             starts.append(starts[-1] + rows)
         widest = max(len(self.tables[name]) for name, _ in runs)
         padded = [self.tables[name] + [0] * (widest - len(self.tables[name])) for name, _ in runs]
         return PagedBatch(
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
             query_starts=torch.tensor(starts, dtype=torch.int32),
             context_lens=torch.tensor([self.lengths[name] for name, _ in runs], dtype=torch.int32),
             block_tables=torch.tensor(padded, dtype=torch.int32),
+            block_size=self.block_size,
         )
 
     def slot(self, name: str, position: int) -> int:

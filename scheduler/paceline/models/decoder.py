@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.models.config import Llama3Scaling, ModelConfig
+from paceline.models.model import Slot
 from paceline_kernels import PagedBatch, reference
 from paceline_kernels.ops import Ops
 
@@ -40,7 +41,7 @@ class _Layer:
 class Decoder:
     """A decoder-only transformer over paged KV.
 
-    The weights start uninitialised; a loader fills them through `checkpoint_views`. Afterwards nothing here changes,
+    The weights start uninitialised; a loader fills them through `slots`. Afterwards nothing here changes,
     and calls may come from any thread. `torch.inference_mode` is the caller's.
     """
 
@@ -56,11 +57,12 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.kv_lanes = 1
         self._ops = ops
         self._q_size = config.num_heads * config.head_dim
         self._kv_size = config.num_kv_heads * config.head_dim
         self._scale = config.head_dim**-0.5
-        tables = _rotary_tables(config, max_positions or config.max_position_embeddings)
+        tables = rotary_tables(config, max_positions or config.max_position_embeddings)
         self._cos, self._sin = (table.to(device, dtype) for table in tables)  # [max_positions, head_dim / 2]
         self._embedding = self._empty(config.vocab_size, config.hidden_size)
         self._layers = [self._allocate_layer() for _ in range(config.num_layers)]
@@ -105,6 +107,10 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows that `forward` returned, [rows, hidden], to [rows, vocab] float32."""
         return self._ops.linear(hidden, self._head).float()
+
+    def slots(self) -> dict[str, Slot]:
+        """For every tensor of a checkpoint, by its name there, where it belongs."""
+        return {name: Slot(tuple(view.shape), view.copy_) for name, view in self.checkpoint_views().items()}
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """For every tensor of a checkpoint, by its name there, the part of our weights that it fills."""
@@ -164,7 +170,7 @@ class Decoder:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
-def _rotary_tables(config: ModelConfig, max_positions: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(config: ModelConfig, max_positions: int) -> tuple[Tensor, Tensor]:
     """Cos and sin of the angles of every position, float32 [max_positions, head_dim / 2].
 
     A table, because torch does not promise that the cosine of an element has the same bits wherever it stands in a

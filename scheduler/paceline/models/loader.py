@@ -12,8 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import ModelLoadError
-from paceline.models.config import load_model_config, read_json
+from paceline.models.config import ModelConfig, load_model_config, read_json
 from paceline.models.decoder import Decoder
+from paceline.models.model import Slot
+from paceline.models.native import NativeDecoder
 from paceline_kernels import reference
 from paceline_kernels.ops import Ops
 
@@ -24,20 +26,19 @@ IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 class Checkpoint:
-    """The tensors of a model directory. Files are memory-mapped; only tensors that are read take memory."""
+    """The tensors of a model directory. Files are mapped while a tensor is read, and no longer: the pages of a mapping
+    that were read once count as memory of the process.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ModelLoadError for a file that is missing, truncated or not safetensors."""
         self.path = path
         self._files: dict[str, Path] = {}  # tensor name -> the file it is in
-        self._handles: dict[Path, Any] = {}
         for file in _weight_files(path):
             try:
-                handle: Any = safe_open(file, framework="pt")
+                self._files.update(dict.fromkeys(_open(file).keys(), file))
             except (SafetensorError, OSError) as error:
                 raise ModelLoadError(f"{file}: cannot be read as safetensors: {error}") from error
-            self._handles[file] = handle
-            self._files.update(dict.fromkeys(handle.keys(), file))
 
     @property
     def names(self) -> Iterable[str]:
@@ -50,11 +51,7 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype a tensor is stored in. Raises ModelLoadError if it is missing or stored in another than these."""
-        stored = self._handle(name).get_slice(name).get_dtype()
-        if stored not in STORED_DTYPES:
-            expected = ", ".join(STORED_DTYPES)
-            raise ModelLoadError(f"{self.file(name)}: {name}: found dtype {stored}, expected one of {expected}")
-        return STORED_DTYPES[stored]
+        return _known_dtype(self.file(name), name, self._handle(name))
 
     def read(self, name: str, shape: Sequence[int]) -> Tensor:
         """One tensor on the CPU, in the dtype it is stored in.
@@ -66,35 +63,61 @@ class Checkpoint:
         found = list(handle.get_slice(name).get_shape())
         if found != expected:
             raise ModelLoadError(f"{self.file(name)}: {name}: found shape {found}, expected {expected}")
-        self.dtype(name)
+        _known_dtype(self.file(name), name, handle)
         return cast(Tensor, handle.get_tensor(name))
 
     def _handle(self, name: str, expected: str = "") -> Any:
         if name not in self._files:
             raise ModelLoadError(f"{self.path}: {name}: found in no file, expected a tensor{expected}")
-        return self._handles[self._files[name]]
+        return _open(self._files[name])
+
+
+def _open(file: Path) -> Any:
+    return safe_open(file, framework="pt")
+
+
+def _known_dtype(file: Path, name: str, handle: Any) -> torch.dtype:
+    stored = handle.get_slice(name).get_dtype()
+    if stored not in STORED_DTYPES:
+        raise ModelLoadError(f"{file}: {name}: found dtype {stored}, expected one of {', '.join(STORED_DTYPES)}")
+    return STORED_DTYPES[stored]
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, ops: Ops = reference) -> Decoder:
     """Load a Hugging Face model directory and convert its weights to `dtype` on `device`, computing with `ops`.
 
-    Beside the model itself, memory holds one tensor of the checkpoint at a time.
-
     Raises:
         ModelLoadError: the directory cannot be served; names the file, the tensor and what was expected.
     """
     config = load_model_config(path)
-    checkpoint = Checkpoint(path)
     model = Decoder(config, dtype, device, ops)
-    views = model.checkpoint_views()
+    _fill(model.slots(), path, config)
+    return model
+
+
+def load_native(path: Path, dtype: torch.dtype, *, int8: bool = False) -> NativeDecoder:
+    """The same into packed weights for the CPU, of `dtype` or of 8 bits.
+
+    Raises:
+        ModelLoadError: as `load_model`.
+        BuildError: there is no native code on this machine; ask `paceline_kernels.cpu.decoder.available` first.
+    """
+    config = load_model_config(path)
+    model = NativeDecoder(config, dtype, int8=int8)
+    _fill(model.slots(), path, config)
+    return model
+
+
+def _fill(slots: dict[str, Slot], path: Path, config: ModelConfig) -> None:
+    """Beside the model itself, memory holds one tensor of the checkpoint at a time."""
+    checkpoint = Checkpoint(path)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name in checkpoint.names:
-        if name not in views and name not in tied and not IGNORED.search(name):
+        if name not in slots and name not in tied and not IGNORED.search(name):
             file = checkpoint.file(name)
             raise ModelLoadError(f"{file}: {name}: unexpected: {config.architecture} as configured has no such tensor")
-    for name, view in views.items():
-        view.copy_(checkpoint.read(name, view.shape))
-    return model
+    for name, slot in slots.items():
+        slot.fill(checkpoint.read(name, slot.shape))
 
 
 def _weight_files(path: Path) -> list[Path]:

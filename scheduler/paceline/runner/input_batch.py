@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,10 +22,13 @@ class Run:
     token_ids: list[int]
 
 
-def flatten(runs: Sequence[Run], block_size: int, device: torch.device) -> tuple[Tensor, PagedBatch]:
+def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: int = 0) -> tuple[Tensor, PagedBatch]:
     """Lay runs one after the other.
 
-        rows       | a5 a6 a7 | b9 |        counts [3, 1], query_starts [0, 3, 4], positions [5, 6, 7, 9]
+        rows       | a5 a6 a7 | b9 |        counts [3, 1], query_starts [0, 3, 4], context_lens [8, 10]
+
+    Args:
+        ahead: positions behind the runs whose blocks the tables should show too, as far as there are any.
 
     Returns:
         token_ids [num_tokens] int64, and where each row belongs.
@@ -33,20 +37,16 @@ def flatten(runs: Sequence[Run], block_size: int, device: torch.device) -> tuple
     starts = np.array([run.start for run in runs], dtype=np.int64)
     query_starts = np.concatenate([[0], np.cumsum(counts)])
     context_lens = starts + counts
-    width = int(-(-context_lens.max() // block_size))
-    tables = np.zeros((len(runs), width), dtype=np.int64)
+    width = int(-(-(context_lens.max() + ahead) // block_size))
+    tables = np.zeros((len(runs), width), dtype=np.int32)
     for row, run in enumerate(runs):
         blocks = run.block_ids[:width]
         tables[row, : len(blocks)] = blocks
-    owner = np.repeat(np.arange(len(runs)), counts)  # [num_tokens]
-    positions = np.arange(query_starts[-1]) - query_starts[:-1][owner] + starts[owner]
-    slots = tables[owner, positions // block_size] * block_size + positions % block_size
-    token_ids = np.fromiter((token for run in runs for token in run.token_ids), np.int64, int(query_starts[-1]))
+    token_ids = np.array(list(itertools.chain.from_iterable(run.token_ids for run in runs)), dtype=np.int64)
     batch = PagedBatch(
-        positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(slots).to(device),
         query_starts=torch.from_numpy(query_starts.astype(np.int32)).to(device),
         context_lens=torch.from_numpy(context_lens.astype(np.int32)).to(device),
-        block_tables=torch.from_numpy(tables.astype(np.int32)).to(device),
+        block_tables=torch.from_numpy(tables).to(device),
+        block_size=block_size,
     )
     return torch.from_numpy(token_ids).to(device), batch

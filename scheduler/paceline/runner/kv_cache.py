@@ -8,28 +8,30 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from paceline.models import ModelConfig
+from paceline.models import Model, ModelConfig
+from paceline_kernels.cpu.memory import zeros
 
 
 class KVCache(Sequence[tuple[Tensor, Tensor]]):
-    """Keys and values of every layer, each [num_blocks, block_size, num_kv_heads, head_dim].
+    """Keys and values of every layer, each [num_blocks, padded block, num_kv_heads, head_dim], in one piece of memory.
 
-    Target and draft model have one each, under the same block ids. Written by the model's forward only.
+    Blocks are padded to whole lanes of the model. What lies where in a block is the model's own business: only its
+    forward reads and writes here. Target and draft model have one cache each, under the same block ids.
     """
 
-    def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    def __init__(self, model: Model, num_blocks: int, block_size: int) -> None:
+        config = model.config
+        slots = _padded(block_size, model.kv_lanes)
+        shape = (config.num_layers, 2, num_blocks, slots, config.num_kv_heads, config.head_dim)
+        cpu = model.device.type == "cpu"
+        layers = zeros(shape, model.dtype) if cpu else torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.block_size = block_size
-        self._layers = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(config.num_layers)
-        ]
+        self._layers = [(keys, values) for keys, values in layers]
 
     @staticmethod
-    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype, lanes: int) -> int:
+        slots = _padded(block_size, lanes)
+        return 2 * config.num_layers * slots * config.num_kv_heads * config.head_dim * dtype.itemsize
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -43,3 +45,7 @@ class KVCache(Sequence[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: slice) -> list[tuple[Tensor, Tensor]]: ...
     def __getitem__(self, index: int | slice) -> tuple[Tensor, Tensor] | list[tuple[Tensor, Tensor]]:
         return self._layers[index]
+
+
+def _padded(block_size: int, lanes: int) -> int:
+    return -(-block_size // lanes) * lanes

@@ -15,7 +15,7 @@ from paceline.core.grammar import Mask, Matcher
 from paceline.core.params import Method
 from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult, StepTimes, TokenLogprobs
 from paceline.core.sequence import Sequence
-from paceline.models import Decoder
+from paceline.models import Model
 from paceline.runner import input_batch
 from paceline.runner.drafter import Draft, Drafter
 from paceline.runner.kv_cache import KVCache
@@ -34,7 +34,7 @@ Batch = list[tuple[Sequence, SequenceWork, Draft]]
 class ModelRunner:
     """Implements `StepRunner`. Owns the mirror of admitted sequences, the target's KV and the drafters."""
 
-    def __init__(self, model: Decoder, kv_cache: KVCache, drafters: Mapping[Method, Drafter], seed: int) -> None:
+    def __init__(self, model: Model, kv_cache: KVCache, drafters: Mapping[Method, Drafter], seed: int) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.drafters = drafters

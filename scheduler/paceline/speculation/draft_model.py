@@ -12,7 +12,7 @@ import paceline_kernels as ops
 from paceline.core.params import Verification
 from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
-from paceline.models import Decoder
+from paceline.models import Model, NativeDecoder
 from paceline.runner.drafter import Draft
 from paceline.runner.input_batch import Run, flatten
 from paceline.runner.kv_cache import KVCache
@@ -32,13 +32,15 @@ class DraftModel:
     draft of a sequence is never fed: `Sequence.commit` accounts for it.
     """
 
-    def __init__(self, model: Decoder, kv_cache: KVCache, seed: int) -> None:
+    def __init__(self, model: Model, kv_cache: KVCache, seed: int) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self._noise = Uniform(seed, Stream.DRAFT, model.device)
 
     def propose(self, batch: Seq[tuple[Sequence, SequenceWork]]) -> list[Draft]:
         gaps = [sequence.draft_gap(work) for sequence, work in batch]
+        if isinstance(self.model, NativeDecoder) and all(_plain(sequence, work) for sequence, work in batch):
+            return self._propose_natively(self.model, batch, gaps)
         runs = [Run(s.block_ids, s.num_draft_computed, gap) for (s, _), gap in zip(batch, gaps, strict=True) if gap]
         for (sequence, work), gap in zip(batch, gaps, strict=True):
             sequence.num_draft_computed += len(gap)
@@ -59,6 +61,23 @@ class DraftModel:
                 batch[i][0].num_draft_computed += 1
             self._choose(hidden, going, proposal)
         return proposal.drafts()
+
+    def _propose_natively(
+        self, model: NativeDecoder, batch: Seq[tuple[Sequence, SequenceWork]], gaps: list[list[int]]
+    ) -> list[Draft]:
+        """All passes in one call, where every draft is an argmax of logits that nothing edits."""
+        drafting = [(i, sequence, work) for i, (sequence, work) in enumerate(batch) if gaps[i]]
+        drafts = [Draft([]) for _ in batch]
+        if not drafting:
+            return drafts
+        runs = [Run(sequence.block_ids, sequence.num_draft_computed, gaps[i]) for i, sequence, _ in drafting]
+        depths = [work.num_drafts for _, _, work in drafting]
+        layout = flatten(runs, self.kv_cache.block_size, model.device, ahead=max(depths))
+        proposed = model.draft(*layout, self.kv_cache, torch.tensor(depths, dtype=torch.int32)).tolist()
+        for (i, sequence, work), tokens in zip(drafting, proposed, strict=True):
+            sequence.num_draft_computed += len(gaps[i]) + max(0, work.num_drafts - 1)
+            drafts[i] = Draft(tokens[: work.num_drafts])
+        return drafts
 
     def release(self, request_id: int) -> None:
         """Nothing is kept per sequence: KV belongs to its blocks."""
@@ -94,6 +113,12 @@ class DraftModel:
                 chosen = ops.argmax(part)
             for row, token in zip(rows, chosen.tolist(), strict=True):
                 proposal.token_ids[going[row]].append(token)
+
+
+def _plain(sequence: Sequence, work: SequenceWork) -> bool:
+    """Whether a sequence drafts by argmax alone, or not at all."""
+    params = sequence.params
+    return work.num_drafts == 0 or (params.verification is Verification.GREEDY and not params.edits_logits)
 
 
 class _Proposal:

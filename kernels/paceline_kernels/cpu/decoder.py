@@ -1,0 +1,347 @@
+"""The decoder in C++: packed weights, and all layers of a forward in one call.
+
+Results of a row do not depend, to the last bit, on what else is in the batch, on how a sequence is cut into runs, on
+the pages it lies in or on the number of threads (the problem and the remedy: He et al., "Defeating Nondeterminism in
+LLM Inference", 2025). They belong to the machine: another CPU may give other bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline_kernels.batch import PagedBatch
+from paceline_kernels.cpu.build import BuildError, load
+from paceline_kernels.cpu.memory import zeros
+
+LANES = 16  # positions of a block that lie side by side: blocks are padded to as many
+TILE = 32  # outputs of one tile of packed weights
+
+_POINTER, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [("data", _POINTER), ("scales", _POINTER), ("bias", _POINTER), ("outputs", _INT), ("inputs", _INT)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *[(name, _POINTER) for name in ("input_norm", "post_norm", "q_norm", "k_norm")],
+        *[(name, _Matrix) for name in ("qkv", "output", "gate_up", "down")],
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *[
+            (name, _INT)
+            for name in ("hidden", "intermediate", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab")
+        ],
+        ("eps", ctypes.c_float),
+        ("layers", ctypes.POINTER(_Layer)),
+        *[(name, _POINTER) for name in ("norm", "cos", "sin", "embedding")],
+        ("head", _Matrix),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        *[(name, _INT) for name in ("num_seqs", "max_blocks", "block_size")],
+        *[(name, _POINTER) for name in ("token_ids", "query_starts", "context_lens", "block_tables", "kv")],
+        ("kv_elements", _INT),
+        ("num_threads", _INT),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[list[Any], Any]] = {
+    "packed_bytes": ([ctypes.c_int, _INT, _INT], _INT),
+    "pack": ([ctypes.c_int, _BOOL, *[_POINTER] * 3, *[_INT] * 4], None),
+    "new": ([_BOOL, ctypes.POINTER(_Model)], _POINTER),
+    "delete": ([_BOOL, _POINTER], None),
+    "forward": ([_BOOL, _POINTER, ctypes.POINTER(_Batch), _POINTER], None),
+    "logits": ([_BOOL, _POINTER, _POINTER, _INT, _INT, _POINTER], None),
+    "draft": ([_BOOL, _POINTER, ctypes.POINTER(_Batch), _POINTER, _INT, _POINTER], None),
+    "linear": ([_BOOL, _POINTER, ctypes.POINTER(_Matrix), _INT, _INT, _POINTER], None),
+    "store_kv": ([_BOOL, *[_POINTER] * 2, ctypes.POINTER(_Batch), _INT, _INT], None),
+    "paged_attention": ([_BOOL, _POINTER, ctypes.POINTER(_Batch), _INT, _INT, _INT, ctypes.c_float, _POINTER], None),
+}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = load("decoder")
+    for name, (arguments, result) in _SIGNATURES.items():
+        function = getattr(library, f"paceline_{name}")
+        function.argtypes = arguments
+        function.restype = result
+    return library
+
+
+def available() -> str | None:
+    """None if this machine can compile the library, else why not; the first call compiles, which takes a while."""
+    try:
+        _library()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+class Kind(enum.IntEnum):
+    """How packed weights are stored."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2  # with a scale for each output; multiplied by activations of 8 bits
+
+
+class Matrix:
+    """Packed weights [outputs, inputs] and a bias [outputs], filled by rows of a checkpoint.
+
+    Args:
+        interleaved: two matrices of `outputs` outputs each, that take turns tile by tile: gate and up.
+    """
+
+    def __init__(self, kind: Kind, outputs: int, inputs: int, *, bias: bool = False, interleaved: bool = False) -> None:
+        self.kind = kind
+        self.inputs = inputs
+        self._parts = 2 if interleaved else 1
+        self._tiled = -(-outputs // TILE) * TILE if interleaved else outputs
+        self.outputs = self._tiled * self._parts
+        padded = -(-self.outputs // TILE) * TILE
+        self._data = zeros((_library().paceline_packed_bytes(kind, self.outputs, inputs),), torch.uint8)
+        self._scales = torch.zeros(padded) if kind is Kind.INT8 else None
+        self._bias = torch.zeros(padded) if bias else None
+
+    def fill(self, rows: Tensor, first: int = 0, part: int = 0) -> None:
+        """Pack rows [n, inputs] as outputs `first` to `first + n`; part 1 is the second of two interleaved."""
+        if self.kind is Kind.FLOAT32 or rows.dtype not in (torch.float32, torch.bfloat16):
+            rows = rows.float()
+        if self.kind is Kind.BFLOAT16:
+            rows = rows.bfloat16()
+        rows = rows.contiguous()
+        tile_bytes = self._data.numel() // (-(-self.outputs // TILE))
+        scales = None if self._scales is None else self._scales[part * TILE :].data_ptr()
+        _library().paceline_pack(
+            self.kind,
+            rows.dtype == torch.bfloat16,
+            self._data.data_ptr() + part * tile_bytes,
+            scales,
+            rows.data_ptr(),
+            *rows.shape,
+            first,
+            self._parts,
+        )
+
+    def fill_bias(self, values: Tensor, first: int = 0, part: int = 0) -> None:
+        """The bias of outputs `first` to `first + len(values)`."""
+        assert self._bias is not None
+        outputs = torch.arange(first, first + len(values))
+        self._bias[outputs // TILE * TILE * self._parts + part * TILE + outputs % TILE] = values.float()
+
+    @property
+    def has_bias(self) -> bool:
+        return self._bias is not None
+
+    @property
+    def struct(self) -> _Matrix:
+        """Valid while this object lives."""
+        return _Matrix(self._data.data_ptr(), _pointer(self._scales), _pointer(self._bias), self.outputs, self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer. Norms are float32."""
+
+    input_norm: Tensor  # [hidden]
+    post_norm: Tensor  # [hidden]
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    qkv: Matrix  # outputs: heads of q, then of k, then of v
+    output: Matrix
+    gate_up: Matrix  # interleaved
+    down: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Everything that a decoder multiplies and looks up. Vectors are float32.
+
+    Attributes:
+        cos, sin: [max_positions, head_dim / 2].
+        embedding: [vocab, hidden] of the decoder's dtype; None if the head serves as one.
+    """
+
+    layers: list[Layer]
+    norm: Tensor  # [hidden]
+    cos: Tensor
+    sin: Tensor
+    embedding: Tensor | None
+    head: Matrix
+
+
+class Decoder:
+    """Runs a decoder of dtype float32 or bfloat16. One call at a time, from any thread.
+
+    KV pages are [num_layers, 2, num_blocks, elements of a block] of the decoder's dtype, where a block has its size
+    padded to LANES; what lies where inside is ours alone.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        dtype: torch.dtype,
+        *,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        intermediate: int,
+        eps: float,
+    ) -> None:
+        layers = (_Layer * len(weights.layers))()
+        for struct, layer in zip(layers, weights.layers, strict=True):
+            for name in ("input_norm", "post_norm", "q_norm", "k_norm"):
+                setattr(struct, name, _pointer(getattr(layer, name)))
+            for name in ("qkv", "output", "gate_up", "down"):
+                setattr(struct, name, getattr(layer, name).struct)
+        self.hidden, self.vocab = len(weights.norm), weights.head.outputs
+        self.dtype = dtype
+        self._kept = (weights, layers)  # C++ has only pointers
+        self._kv_heads, self._head_dim = num_kv_heads, head_dim
+        model = _Model(
+            self.hidden,
+            intermediate,
+            len(layers),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            self.vocab,
+            eps,
+            layers,
+            *(_pointer(tensor) for tensor in (weights.norm, weights.cos, weights.sin, weights.embedding)),
+            weights.head.struct,
+        )
+        self._library = _library()
+        self._bf16 = dtype == torch.bfloat16
+        self._handle = self._library.paceline_new(self._bf16, model)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self._library.paceline_delete(self._bf16, self._handle)
+
+    def forward(self, token_ids: Tensor, batch: PagedBatch, kv_cache: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """All layers over the rows of a batch -> hidden states after the final norm, [num_tokens, hidden].
+
+        Args:
+            token_ids: [num_tokens] int64.
+            kv_cache: keys and values of each layer, one behind the other in memory, [num_blocks, padded block, heads,
+                head_dim]. Mutated.
+        """
+        hidden = torch.empty(len(token_ids), self.hidden, dtype=self.dtype)
+        self._library.paceline_forward(
+            self._bf16, self._handle, self._batch(token_ids, batch, kv_cache), hidden.data_ptr()
+        )
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab] float32."""
+        hidden = hidden.contiguous()
+        out = torch.empty(len(hidden), self.vocab)
+        self._library.paceline_logits(
+            self._bf16, self._handle, hidden.data_ptr(), len(hidden), torch.get_num_threads(), out.data_ptr()
+        )
+        return out
+
+    def draft(
+        self, token_ids: Tensor, batch: PagedBatch, kv_cache: Sequence[tuple[Tensor, Tensor]], depths: Tensor
+    ) -> Tensor:
+        """Greedy continuations: the rows of the batch, then each sequence's own drafts, fed back all but the last.
+
+        Args:
+            depths: tokens to draft for each sequence, [num_seqs] int32.
+
+        Returns:
+            [num_seqs, largest depth] int64; what stands behind a sequence's depth is undefined.
+        """
+        largest = int(depths.max())
+        out = torch.empty(len(depths), largest, dtype=torch.int64)
+        self._library.paceline_draft(
+            self._bf16,
+            self._handle,
+            self._batch(token_ids, batch, kv_cache),
+            depths.data_ptr(),
+            largest,
+            out.data_ptr(),
+        )
+        return out
+
+    def _batch(self, token_ids: Tensor, batch: PagedBatch, kv_cache: Sequence[tuple[Tensor, Tensor]]) -> _Batch:
+        assert kv_cache[0][0].dtype == self.dtype
+        assert len(kv_cache) == len(self._kept[0].layers)
+        return _batch_struct(token_ids, batch, kv_cache)
+
+
+# ---- Operations by themselves, for tests and measurements ----
+
+
+def linear(x: Tensor, matrix: Matrix) -> Tensor:
+    """x [rows, inputs], float32 or bfloat16, by packed weights, plus their bias -> [rows, matrix.outputs] float32."""
+    x = x.contiguous()
+    out = torch.empty(len(x), matrix.outputs)
+    _library().paceline_linear(
+        x.dtype == torch.bfloat16, x.data_ptr(), matrix.struct, len(x), torch.get_num_threads(), out.data_ptr()
+    )
+    return out
+
+
+def store_kv(key: Tensor, value: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch) -> None:
+    """Write key and value [num_tokens, num_kv_heads, head_dim] of a batch's rows to the pages of a layer."""
+    key, value = key.contiguous(), value.contiguous()
+    struct = _batch_struct(None, batch, [kv])
+    _library().paceline_store_kv(key.dtype == torch.bfloat16, key.data_ptr(), value.data_ptr(), struct, *key.shape[1:])
+
+
+def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scale: float) -> Tensor:
+    """query [num_tokens, num_heads, head_dim] over the pages of a layer, causal -> a new tensor of that shape."""
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    _library().paceline_paged_attention(
+        query.dtype == torch.bfloat16,
+        query.data_ptr(),
+        _batch_struct(None, batch, [kv]),
+        query.shape[1],
+        kv[0].shape[2],
+        query.shape[2],
+        scale,
+        out.data_ptr(),
+    )
+    return out
+
+
+def _batch_struct(token_ids: Tensor | None, batch: PagedBatch, kv_cache: Sequence[tuple[Tensor, Tensor]]) -> _Batch:
+    """Its tensors must live as long as it is used."""
+    keys, values = kv_cache[0]
+    elements = keys.numel()  # of a layer's keys
+    assert values.data_ptr() - keys.data_ptr() == elements * keys.itemsize
+    assert kv_cache[-1][0].data_ptr() - keys.data_ptr() == 2 * (len(kv_cache) - 1) * elements * keys.itemsize
+    return _Batch(
+        *batch.block_tables.shape,
+        batch.block_size,
+        _pointer(token_ids),
+        batch.query_starts.data_ptr(),
+        batch.context_lens.data_ptr(),
+        batch.block_tables.data_ptr(),
+        keys.data_ptr(),
+        elements,
+        torch.get_num_threads(),
+    )
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,196 @@
+// How the decoder keeps its numbers in memory. Every layout is built of pieces of 64 bytes, which are a cache line, a
+// vector, and a row of a matrix unit's tile; the same on every machine. T is float or bfloat16, of which two that meet
+// in one step of a dot product lie side by side: a pair. In a layout, "pair" means 1 float or 2 bfloat16.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+#include "vec.h"
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+template <class T>
+constexpr int PAIR = 4 / sizeof(T);  // elements of 4 bytes
+template <class T>
+constexpr int PIECE = 64 / sizeof(T);  // elements of 64 bytes
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// ---- Elements ----
+
+inline float to_float(float x) { return x; }
+inline float to_float(bfloat16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// To the nearest, ties to even; a NaN stays one.
+inline uint16_t upper_half(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+template <class T>
+T from_float(float x);
+template <>
+inline float from_float<float>(float x) {
+    return x;
+}
+template <>
+inline bfloat16 from_float<bfloat16>(float x) {
+    return {upper_half(x)};
+}
+
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+// LANES elements.
+inline Floats load(const float* from) {
+    Floats x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+inline Floats load(const bfloat16* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#else
+    Halves x;
+    std::memcpy(&x, from, sizeof x);
+    return (Floats)(__builtin_convertvector(x, Words) << 16);
+#endif
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+inline void store(bfloat16* to, Floats x) {
+    const Words bits = (Words)x;
+    const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Words half = x == x ? nearest : (bits >> 16) | 0x40;
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)half));
+#else
+    const Halves halves = __builtin_convertvector(half, Halves);
+    std::memcpy(to, &halves, sizeof halves);
+#endif
+}
+
+// `count` elements, at most LANES, and zeros behind them.
+template <class T>
+inline Floats load_some(const T* from, int64_t count) {
+    if (count >= LANES) return load(from);
+    T some[LANES] = {};
+    std::copy_n(from, count, some);
+    return load(some);
+}
+
+template <class T>
+inline void store_some(T* to, Floats x, int64_t count) {
+    if (count >= LANES) return store(to, x);
+    T some[LANES];
+    store(some, x);
+    std::copy_n(some, count, to);
+}
+
+// ---- Activations ----
+
+// A matrix [rows, size] in tiles of 16 rows and one piece, one after the other: [rows / 16][size / PIECE][16][PIECE].
+// The size is padded to whole pieces; the padding must hold zeros, since it meets the zeros that pad the weights.
+template <class T>
+struct Tiled {
+    T* data;
+    int64_t size;  // padded
+
+    static int64_t padded(int64_t size) { return round_up(size, PIECE<T>); }
+    static int64_t elements(int64_t rows, int64_t size) { return round_up(rows, LANES) * padded(size); }
+
+    // Of the tile that begins at row 16 * block and column PIECE * piece.
+    T* tile(int64_t block, int64_t piece) const { return data + block * LANES * size + piece * LANES * PIECE<T>; }
+
+    // Behind it stand the columns of the same piece.
+    T* at(int64_t row, int64_t column) const {
+        return tile(row / LANES, column / PIECE<T>) + row % LANES * PIECE<T> + column % PIECE<T>;
+    }
+};
+
+// ---- Keys and values ----
+
+// The pages of one layer. A block holds each KV head's positions in groups of 16, lane p % 16 of a group for position p
+// of the block; a last group that is not full has lanes that nobody uses. So a position's lane follows from the
+// position alone, if the block size is a multiple of 16 or the block is the only group.
+//
+//     keys    [blocks][kv_heads][groups][head_dim / pair][16][pair]    a vector: one pair of dimensions of 16 positions
+//     values  [blocks][kv_heads][groups][16 / pair][head_dim][pair]    a vector: 16 dimensions of one pair of positions
+//
+// head_dim is even. Both are what a matrix unit takes as its second factor.
+struct Pages {
+    int64_t block_size, num_kv_heads, head_dim;
+
+    int64_t groups() const { return ceil_div(block_size, LANES); }
+    int64_t group_elements() const { return LANES * head_dim; }
+    int64_t block_elements() const { return num_kv_heads * groups() * group_elements(); }
+
+    // Where the group begins that holds offset `offset` of a block, in keys and in values alike.
+    int64_t group(int64_t block, int64_t kv_head, int64_t offset) const {
+        return block * block_elements() + (kv_head * groups() + offset / LANES) * group_elements();
+    }
+
+    // One position of one head: key and value [head_dim] of float or T.
+    template <class T, class From>
+    void write(T* keys, T* values, int64_t block, int64_t offset, int64_t kv_head, const From* key,
+               const From* value) const {
+        T* const k = keys + group(block, kv_head, offset) + offset % LANES * PAIR<T>;
+        T* const v = values + group(block, kv_head, offset) + offset % LANES / PAIR<T> * head_dim * PAIR<T> +
+                     offset % PAIR<T>;
+        for (int64_t d = 0; d < head_dim; ++d) {
+            k[d / PAIR<T> * LANES * PAIR<T> + d % PAIR<T>] = from_float<T>(to_float(key[d]));
+            v[d * PAIR<T>] = from_float<T>(to_float(value[d]));
+        }
+    }
+};
+
+// ---- The batch ----
+
+// Runs of rows of several sequences, one after the other; `PagedBatch` in Python says the rest.
+struct Batch {
+    int64_t num_seqs, max_blocks;
+    const int32_t* query_starts;  // [num_seqs + 1]
+    const int32_t* context_lens;  // [num_seqs]
+    const int32_t* block_tables;  // [num_seqs, max_blocks]
+};
+
+// ---- Memory ----
+
+// Memory of one thread or of one model: grows, never shrinks, aligned to cache lines.
+class Scratch {
+public:
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch() { std::free(data_); }
+
+    // What it holds is lost when it grows.
+    template <class T>
+    T* get(int64_t elements) {
+        const size_t wanted = round_up(elements * sizeof(T), 64);
+        if (wanted > size_) {
+            std::free(data_);
+            size_ = wanted + wanted / 4 / 64 * 64;
+            data_ = std::aligned_alloc(64, size_);
+            if (data_ == nullptr) throw std::bad_alloc();
+        }
+        return static_cast<T*>(data_);
+    }
+
+private:
+    void* data_ = nullptr;
+    size_t size_ = 0;
+};

@@ -1,0 +1,26 @@
+"""Large memory in large pages: walking through gigabytes page by 4 KiB page costs more than reading them."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+LARGE = 2 << 20  # bytes of a large page, and the least that is worth one
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of zeros on the CPU. Memory is taken where it is first written."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    skipped = -whole.data_ptr() % LARGE
+    return whole[skipped : skipped + size].view(dtype).view(shape)

@@ -1,0 +1,79 @@
+// From rows of a checkpoint to tiles of packed weights.
+#pragma once
+
+#include "linear.h"
+
+namespace {
+
+// Rows [outputs, inputs] of a checkpoint into packed weights: row i becomes output `first + i`, or with `apart` = 2 every
+// other tile is left to another matrix, which lies between.
+template <class T>
+struct Rows {
+    const T* data;
+    int64_t outputs, inputs, first, apart;
+
+    int64_t tile(int64_t output) const { return output / TILE * apart; }
+};
+
+// Calls put(i, tile, lane) for every row, those of a tile side by side in one thread.
+template <class T, class Put>
+void for_each_row(const Rows<T>& rows, const Put& put) {
+    const int64_t first_tile = rows.first / TILE, last_tile = (rows.first + rows.outputs - 1) / TILE;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t tile = first_tile; tile <= last_tile; ++tile) {
+        const int64_t begin = std::max(rows.first, tile * TILE);
+        put(begin - rows.first, std::min(rows.first + rows.outputs, (tile + 1) * TILE) - begin, tile * rows.apart,
+            begin % TILE);
+    }
+}
+
+// `count` rows from the i-th into lanes of a tile.
+template <class T>
+void pack(T* packed, const Rows<T>& rows) {
+    const int64_t padded = Packed<T>::padded(rows.inputs);
+    for_each_row(rows, [&](int64_t i, int64_t count, int64_t tile, int64_t lane) {
+        T* const to = packed + tile * Packed<T>::tile_elements(rows.inputs);
+        for (int64_t k = 0; k < padded; ++k) {
+            for (int64_t j = 0; j < count; ++j) {
+                to[(k / PAIR<T> * TILE + lane + j) * PAIR<T> + k % PAIR<T>] =
+                    k < rows.inputs ? rows.data[(i + j) * rows.inputs + k] : T{};
+            }
+        }
+    });
+}
+
+// Each row rounded to 255 levels about zero, of which the largest is its own largest magnitude.
+template <class T>
+void pack8(uint8_t* packed, float* scales, const Rows<T>& rows) {
+    const int64_t padded = Packed8::padded(rows.inputs);
+    for_each_row(rows, [&](int64_t i, int64_t count, int64_t tile, int64_t lane) {
+        uint8_t* const to = packed + tile * Packed8::tile_elements(rows.inputs);
+        float inverse[TILE];
+        for (int64_t j = 0; j < count; ++j) {
+            const T* const from = rows.data + (i + j) * rows.inputs;
+            float largest = 0;
+            for (int64_t k = 0; k < rows.inputs; ++k) largest = std::max(largest, std::fabs(to_float(from[k])));
+            scales[tile * TILE + lane + j] = largest / 127;
+            inverse[j] = largest > 0 ? 127 / largest : 0;
+        }
+        for (int64_t k = 0; k < padded; ++k) {
+            for (int64_t j = 0; j < count; ++j) {
+                const float x = k < rows.inputs ? to_float(rows.data[(i + j) * rows.inputs + k]) * inverse[j] : 0;
+                to[(k / 4 * TILE + lane + j) * 4 + k % 4] = (uint8_t)((int)std::nearbyint(x) + OFFSET);
+            }
+        }
+    });
+}
+
+// One row of packed weights, as an embedding is looked up.
+template <class T>
+float weight(const Packed<T>& packed, int64_t output, int64_t k) {
+    return to_float(packed.tile(output / TILE)[(k / PAIR<T> * TILE + output % TILE) * PAIR<T> + k % PAIR<T>]);
+}
+
+inline float weight(const Packed8& packed, int64_t output, int64_t k) {
+    const int value = packed.tile(output / TILE)[(k / 4 * TILE + output % TILE) * 4 + k % 4];
+    return (value - OFFSET) * packed.scales[output];
+}
+
+}  // namespace

