@@ -37,14 +37,12 @@ class Pages:
         random.Random(seed).shuffle(self._free)
 
     def batch(self, runs: Sequence[tuple[str, int]]) -> PagedBatch:
-        """The next `rows` positions of each named sequence, as one batch; their length grows by that much."""
+        """The next `rows` positions, 0 or more, of each named sequence, as one batch; their length grows by that much."""
         starts = [0]
         for name, rows in runs:
             begin = self.lengths.get(name, 0)
             self.lengths[name] = begin + rows
-            table = self.tables.setdefault(name, [])
-            while len(table) * self.block_size < begin + rows:
-                table.append(self._free.pop())
+            self.reserve(name, begin + rows)
             starts.append(starts[-1] + rows)
         widest = max(len(self.tables[name]) for name, _ in runs)
         padded = [self.tables[name] + [0] * (widest - len(self.tables[name])) for name, _ in runs]
@@ -54,6 +52,12 @@ class Pages:
             block_tables=torch.tensor(padded, dtype=torch.int32),
             block_size=self.block_size,
         )
+
+    def reserve(self, name: str, length: int) -> None:
+        """Blocks for so many positions of a sequence, shown by every batch that it is in from now on."""
+        table = self.tables.setdefault(name, [])
+        while len(table) * self.block_size < length:
+            table.append(self._free.pop())
 
     def slot(self, name: str, position: int) -> int:
         return self.tables[name][position // self.block_size] * self.block_size + position % self.block_size

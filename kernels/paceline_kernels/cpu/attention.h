@@ -41,6 +41,18 @@ inline Floats power_of_two(Floats x) {
     return x < -126.0f ? Floats{} : power * (Floats)((Words)shifted << 23);
 }
 
+// No weight is subnormal, so the machine's own rounding does what ours does.
+inline void store_weights(float* to, Floats x) { store(to, x); }
+
+inline void store_weights(bfloat16* to, Floats x) {
+#if defined(__AVX512BF16__)
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(to, &halves, sizeof halves);
+#else
+    store(to, x);
+#endif
+}
+
 inline float largest_lane(Floats x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)x);
@@ -174,6 +186,8 @@ public:
     }
 
 private:
+    static constexpr int64_t POSITIONS = attention::CHUNK * LANES;  // of a chunk
+
     // Consecutive rows of one sequence. The first of them sees `visible` positions, each next one more.
     struct Piece {
         int64_t first_row, rows, visible;
@@ -192,14 +206,14 @@ private:
     // The groups of a chunk, their number made even by one that nobody sees.
     struct Chunk {
         int64_t count = 0;
+        int32_t last = 0;  // of the positions
         const T *keys[attention::CHUNK], *values[attention::CHUNK];
         Ints positions[attention::CHUNK];
     };
 
-    // The softmax of one query, as far as it has come.
+    // The softmax of 16 queries, as far as it has come. A weight is 2^(score - base).
     struct Softmax {
-        float largest;
-        Floats total;
+        Floats base, totals[LANES];
     };
 
     // This thread's memory for `queries` queries, a multiple of 16.
@@ -209,7 +223,6 @@ private:
         Softmax* states;
 
         Memory(int64_t queries_count, int64_t head_dim, int64_t width) {
-            constexpr int64_t POSITIONS = attention::CHUNK * LANES;
             thread_local Scratch scratch[7];
             queries = scratch[0].get<T>(queries_count * head_dim);
             values = scratch[1].get<T>(POSITIONS * width);
@@ -217,7 +230,7 @@ private:
             sums = scratch[3].get<float>(queries_count * width);
             scores = scratch[4].get<float>(LANES * POSITIONS);
             means = scratch[5].get<float>(LANES * width);
-            states = scratch[6].get<Softmax>(queries_count);
+            states = scratch[6].get<Softmax>(queries_count / LANES);
         }
     };
 
@@ -239,11 +252,13 @@ private:
             chunk.positions[chunk.count] = offsets < (int32_t)pages_.block_size
                                                ? offsets + (int32_t)(block * pages_.block_size)
                                                : Ints{} + attention::UNSEEN;
+            chunk.last = std::max(chunk.last, chunk.positions[chunk.count][LANES - 1]);
         }
         if (count % 2 == 1) {
             chunk.keys[count] = chunk.keys[count - 1];
             chunk.values[count] = chunk.values[count - 1];
             chunk.positions[count] = Ints{} + attention::UNSEEN;
+            chunk.last = attention::UNSEEN;
             ++chunk.count;
         }
         return chunk;
@@ -318,28 +333,22 @@ private:
         const int64_t padded = round_up(queries, LANES);
         std::fill(memory.queries + queries * pages_.head_dim, memory.queries + padded * pages_.head_dim, T{});
         std::fill_n(memory.sums, padded * width_, 0.0f);
-        std::fill_n(memory.states, padded, Softmax{-INFINITY, {}});
+        std::fill_n(memory.states, padded / LANES, Softmax{all(-INFINITY), {}});
     }
 
     // One chunk for `count` queries from `query`.
     void add_chunk(const Memory& memory, const Chunk& chunk, const Piece& piece, int64_t query, int64_t count) const {
-        constexpr int64_t POSITIONS = attention::CHUNK * LANES;
         const auto keys = [&](int64_t group) { return chunk.keys[group]; };
         product(memory.scores, POSITIONS, memory.queries + query * pages_.head_dim, pages_.head_dim, count, chunk.count,
                 attention::Right<T, decltype(keys)>{pages_.head_dim / PAIR<T>, LANES * PAIR<T>, keys});
-        float corrections[LANES];
-        for (int64_t i = 0; i < count; ++i) {
-            const int64_t visible = piece.visible + (query + i) / sharing_;
-            corrections[i] = weigh(memory.weights + i * POSITIONS, memory.scores + i * POSITIONS, chunk, visible,
-                                   memory.states[query + i]);
-        }
+        const Floats correction = weigh(memory, chunk, piece, query, count);
         const auto values = [&](int64_t column) { return memory.values + column * LANES * PAIR<T>; };
         product(memory.means, width_, memory.weights, POSITIONS, count, width_ / LANES,
                 attention::Right<T, decltype(values)>{chunk.count * LANES / PAIR<T>, width_ * PAIR<T>, values});
         for (int64_t i = 0; i < count; ++i) {
             float* const sums = memory.sums + (query + i) * width_;
             for (int64_t d = 0; d < width_; d += LANES) {
-                store(sums + d, fused(load(sums + d), all(corrections[i]), load(memory.means + i * width_ + d)));
+                store(sums + d, fused(load(sums + d), all(correction[i]), load(memory.means + i * width_ + d)));
             }
         }
     }
@@ -364,33 +373,55 @@ private:
         attention::multiply<N>(out, out_stride, left, left_stride, rows, right, first);
     }
 
-    // Weights of one query for a chunk, from its scores, which are scaled in place. Returns the correction of what was
-    // summed before. The total counts the weights as they were rounded, so that equal values have just that mean.
-    float weigh(T* weights, float* scores, const Chunk& chunk, int64_t visible, Softmax& state) const {
-        Floats most = all(state.largest);
-        for (int64_t g = 0; g < chunk.count; ++g) {
-            const Floats score = load(scores + g * LANES) * scale_;
-            const Floats seen = chunk.positions[g] < (int32_t)visible ? score : all(-INFINITY);
-            store(scores + g * LANES, seen);
-            most = seen > most ? seen : most;
+    // Weights of `count` queries for a chunk, from their scores. Returns what has been summed before must be multiplied by.
+    Floats weigh(const Memory& memory, const Chunk& chunk, const Piece& piece, int64_t query, int64_t count) const {
+        Softmax& state = memory.states[query / LANES];
+        alignas(64) float largest[LANES] = {};
+        for (int64_t i = 0; i < count; ++i) {
+            float* const scores = memory.scores + i * POSITIONS;
+            const int64_t visible = piece.visible + (query + i) / sharing_;
+            if (visible <= chunk.last) hide(scores, chunk, visible);
+            Floats most = load(scores);
+            for (int64_t g = 1; g < chunk.count; ++g) {
+                const Floats some = load(scores + g * LANES);
+                most = some > most ? some : most;
+            }
+            largest[i] = attention::largest_lane(most);
         }
-        const float largest = attention::largest_lane(most);
-        const float correction = attention::power_of_two(all(state.largest - largest))[0];
-        Floats total = {};
-        for (int64_t g = 0; g < chunk.count; ++g) {
-            store(weights + g * LANES, attention::power_of_two(load(scores + g * LANES) - largest));
-            total += load(weights + g * LANES);
+        const Floats scaled = load(largest) * scale_;
+        const Floats base = scaled > state.base ? scaled : state.base;
+        const Floats correction = attention::power_of_two(state.base - base);
+        state.base = base;
+        for (int64_t i = 0; i < count; ++i) {
+            const float* const scores = memory.scores + i * POSITIONS;
+            T* const weights = memory.weights + i * POSITIONS;
+            for (int64_t g = 0; g < chunk.count; ++g) {
+                const Floats power = fused(load(scores + g * LANES), all(scale_), all(-base[i]));
+                attention::store_weights(weights + g * LANES, attention::power_of_two(power));
+            }
+            // The weights as they were rounded, so that equal values have just that mean.
+            Floats total = state.totals[i] * correction[i];
+            const T ones[] = {from_float<T>(1), from_float<T>(1)};
+            for (int64_t k = 0; k < chunk.count * LANES; k += PIECE<T>) {
+                total = attention::add_products(total, ones, load((const float*)(weights + k)));
+            }
+            state.totals[i] = total;
         }
-        state.largest = largest;
-        state.total = fused(state.total, all(correction), total);
         return correction;
+    }
+
+    static void hide(float* scores, const Chunk& chunk, int64_t visible) {
+        for (int64_t g = 0; g < chunk.count; ++g) {
+            const Ints seen = chunk.positions[g] < (int32_t)visible;
+            store(scores + g * LANES, seen ? load(scores + g * LANES) : all(-INFINITY));
+        }
     }
 
     void finish(const Memory& memory, const Layer& layer, const Piece& piece) const {
         for (int64_t i = 0; i < piece.rows * sharing_; ++i) {
             const int64_t row = piece.first_row + i / sharing_;
             const int64_t column = (layer.kv_head * sharing_ + i % sharing_) * pages_.head_dim;
-            const Floats lanes = memory.states[i].total;
+            const Floats lanes = memory.states[i / LANES].totals[i % LANES];
             float total = 0;
             for (int lane = 0; lane < LANES; ++lane) total += lanes[lane];
             for (int64_t d = 0; d < pages_.head_dim; d += LANES) {

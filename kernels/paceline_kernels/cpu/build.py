@@ -1,16 +1,23 @@
 """Compiles the C++ of this directory with the system's compiler, at first use, for exactly this machine.
 
-The library is cached by a hash of its source, the flags and the CPU. It is linked against the OpenMP runtime that
-torch has loaded: a second one would bring a second pool of threads, which spins against the first.
+A library is cached by a hash of its source, the flags and the CPU; `python -m paceline_kernels.cpu` builds all of them
+ahead. Compiling takes a while and happens in the middle of something else, so it is said as a warning: those reach
+stderr although a program has not configured its logging.
+
+There is one OpenMP runtime in a process, the one that torch has loaded, and libraries are linked against it by path: a
+second one would bring a second pool of threads, which spins against the first. `paceline doctor` shows which are loaded.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -18,54 +25,103 @@ from pathlib import Path
 
 import torch
 
+logger = logging.getLogger(__name__)
+
+LIBRARIES = ("sampling", "decoder", "ceilings")
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+)
 COMPILER_VARIABLE = "CXX"
+MARCH_VARIABLE = "PACELINE_MARCH"  # what to compile for, such as haswell or x86-64; by default this CPU
 CACHE_VARIABLE = "PACELINE_CACHE"
+LAST_LINES = 20  # of what a compiler complains about
 
 
 class BuildError(Exception):
     """There is no compiler here, it refused the source, or the result cannot be kept or loaded; says which."""
 
 
-@functools.cache
 def load(name: str) -> ctypes.CDLL:
-    """The library of `<name>.cpp`, compiled if this machine has not done so before.
+    """The library of `<name>.cpp` for the CPU that is asked for, compiled if this machine has not done so before.
 
     Raises:
         BuildError: no compiler, a compiler that fails, or no place for the library.
     """
-    compiler = _compiler()
-    source = SOURCES / f"{name}.cpp"
-    texts = [path.read_bytes() for path in (source, *sorted(SOURCES.glob("*.h")))]
-    identity = "\0".join((compiler, *FLAGS, torch.__version__, _cpu())).encode()
-    digest = hashlib.sha256(b"\0".join([identity, *texts])).hexdigest()[:16]
-    library = _cache() / f"{name}-{digest}.so"
+    return _load(name, march())
+
+
+@functools.cache
+def _load(name: str, march: str) -> ctypes.CDLL:
+    library = build(name, march)
     try:
-        if not library.exists():
-            _compile(compiler, source, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise BuildError(f"{library}: {error}") from error
+        raise BuildError(f"{library} cannot be loaded: {error}") from error
 
 
-def _compile(compiler: str, source: Path, library: Path) -> None:
+def build(name: str, march: str) -> Path:
+    """The file of a library, which is compiled if it is not there. Where the cache cannot be written it is a file of
+    this process alone.
+
+    Raises:
+        BuildError: as `load`.
+    """
+    compiler = find_compiler()
+    source = SOURCES / f"{name}.cpp"
+    flags = (*FLAGS, f"-march={march}")
+    texts = [path.read_bytes() for path in (source, *sorted(SOURCES.glob("*.h")))]
+    identity = "\0".join((compiler, *flags, torch.__version__, _cpu())).encode()
+    digest = hashlib.sha256(b"\0".join([identity, *texts])).hexdigest()[:16]
+    file = f"{name}-{digest}.so"
+    cache = cache_folder()
+    if cache is not None and (cache / file).exists():
+        return cache / file
+    try:
+        library = _writable(cache) / file
+        if not library.exists():
+            logger.warning("paceline: compiling %s for %s (once, up to a minute)...", name, _words(march))
+            _compile([compiler, *flags, str(source), *_openmp()], library)
+    except OSError as error:
+        raise BuildError(f"{name} cannot be compiled: {error}") from error
+    return library
+
+
+def _words(march: str) -> str:
+    return "this CPU" if march == "native" else march
+
+
+def _compile(command: list[str], library: Path) -> None:
     """Into a file of its own first, so that processes that compile at once do not disturb each other."""
-    library.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     partial = Path(name)
+    command = [*command, "-o", name]
     try:
-        command = [compiler, *FLAGS, str(source), "-o", str(partial), *_openmp()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode:
-            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+            reason = "\n".join(done.stderr.strip().splitlines()[-LAST_LINES:])
+            raise BuildError(f"{shlex.join(command)} failed with exit status {done.returncode}:\n{reason}")
+        partial.chmod(0o755)  # a cache may be shared with other users
         partial.replace(library)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _compiler() -> str:
+def march() -> str:
+    """What libraries are compiled for, as the compiler calls it."""
+    return os.environ.get(MARCH_VARIABLE) or "native"
+
+
+def find_compiler() -> str:
+    """Path of the C++ compiler. Raises BuildError if there is none."""
     wanted = os.environ.get(COMPILER_VARIABLE)
     found = shutil.which(wanted) if wanted else shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if found is None:
@@ -79,14 +135,35 @@ def _openmp() -> list[str]:
     return [str(path) for path in sorted(folder.glob("libgomp*.so*"))[:1]]
 
 
-def _cache() -> Path:
+def cache_folder() -> Path | None:
+    """Where libraries are kept from one process to the next; None for a user without a home, as in some containers."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-    except RuntimeError as error:  # a user without a home, as in some containers
-        raise BuildError(f"no place for the library: {error}; {CACHE_VARIABLE} can name one") from error
+    except RuntimeError:
+        return None
+
+
+@functools.cache
+def _writable(cache: Path | None) -> Path:
+    """The cache if it can be written, else a folder that goes with this process. Raises OSError if neither can be."""
+    try:
+        if cache is None:
+            raise FileNotFoundError("this user has no home directory")
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            return cache
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        logger.warning(
+            "paceline: compiled code cannot be kept, so every process compiles anew (%s); %s can name another folder",
+            error,
+            CACHE_VARIABLE,
+        )
+        return folder
 
 
 def _cpu() -> str:

@@ -186,7 +186,7 @@ public:
                 T* const values = keys + from.kv_elements;
                 normalize(layer.input_norm, rows);
                 project(layer.qkv, normed_, rows, room_, qkv_);
-                turn(layer, batch, pages, rows, keys, values);
+                place(layer, batch, pages, rows, keys, values);
                 attention(attended_, query_, keys, values);
                 add(attended_, rows, layer.output);
                 normalize(layer.post_norm, rows);
@@ -278,6 +278,7 @@ private:
         residual_ = residual_memory_.get(rows * model_.hidden);
         qkv_ = qkv_memory_.get(rows * (heads + 2 * model_.num_kv_heads * model_.head_dim));
         query_ = query_memory_.get(rows * heads);
+        placed_ = placed_memory_.get(rows * 2 * model_.num_kv_heads * model_.head_dim);
         normed_ = tiled(normed_memory_, rows, model_.hidden);
         attended_ = tiled(attended_memory_, rows, heads);
         gated_ = tiled(gated_memory_, rows, model_.intermediate);
@@ -309,6 +310,7 @@ private:
 
     // -- operations of a layer, shared by the team --
 
+    // normed_ = the norm of residual_
     void normalize(const float* weight, int64_t rows) {
 #pragma omp for
         for (int64_t row = 0; row < rows; ++row) {
@@ -316,8 +318,7 @@ private:
             const float scale = root_mean_square_inverse(from, model_.hidden);
             for (int64_t i = 0; i < model_.hidden; i += LANES) {
                 const int64_t count = model_.hidden - i;
-                const Floats x = load_some(from + i, count) * scale * load_some(weight + i, count);
-                store_some(normed_.at(row, i), x, count);
+                store_some(normed_.at(row, i), load_some(from + i, count) * scale * load_some(weight + i, count), count);
             }
         }
     }
@@ -348,53 +349,49 @@ private:
     }
 
     // Norm and rotation of queries and keys; queries go to query_, keys and values to their pages.
-    void turn(const PacelineLayer& layer, const Batch& batch, const Pages& pages, int64_t rows, T* keys, T* values) {
+    void place(const PacelineLayer& layer, const Batch& batch, const Pages& pages, int64_t rows, T* keys, T* values) {
         const int64_t heads = model_.num_heads, kv_heads = model_.num_kv_heads, size = model_.head_dim;
 #pragma omp for
         for (int64_t row = 0; row < rows; ++row) {
-            float* const query = qkv_ + row * (heads + 2 * kv_heads) * size;
-            float* const key = query + heads * size;
-            const float* const value = key + kv_heads * size;
+            float* from = qkv_ + row * (heads + 2 * kv_heads) * size;
+            T* const query = query_ + row * heads * size;
+            T* const key = placed_ + row * 2 * kv_heads * size;
+            T* const value = key + kv_heads * size;
             const int64_t position = positions_[row];
+            for (int64_t head = 0; head < heads; ++head, from += size) {
+                rotate(from, layer.q_norm, position, query + head * size);
+            }
+            for (int64_t head = 0; head < kv_heads; ++head, from += size) {
+                rotate(from, layer.k_norm, position, key + head * size);
+            }
+            const int64_t count = kv_heads * size;
+            for (int64_t i = 0; i < count; i += LANES) store_some(value + i, load_some(from + i, count - i), count - i);
             const int64_t block = batch.block_tables[sequences_[row] * batch.max_blocks + position / pages.block_size];
-            const int64_t offset = position % pages.block_size;
-            for (int64_t head = 0; head < heads + kv_heads; ++head) {
-                rotate(query + head * size, head < heads ? layer.q_norm : layer.k_norm, position);
-            }
-            for (int64_t i = 0; i < heads * size; i += LANES) {
-                store_some(query_ + row * heads * size + i, load_some(query + i, heads * size - i), heads * size - i);
-            }
             for (int64_t head = 0; head < kv_heads; ++head) {
-                pages.write(keys, values, block, offset, head, key + head * size, value + head * size);
+                pages.write(keys, values, block, position % pages.block_size, head, key + head * size,
+                            value + head * size);
             }
         }
     }
 
-    // One head, in place.
-    void rotate(float* x, const float* norm, int64_t position) {
+    // One head, which is normalized in place first, if it is to be.
+    void rotate(float* x, const float* norm, int64_t position, T* out) const {
         const int64_t half = model_.head_dim / 2;
-        if (norm) {
-            const float scale = root_mean_square_inverse(x, model_.head_dim);
-            for (int64_t i = 0; i < model_.head_dim; ++i) x[i] = x[i] * scale * norm[i];
-        }
+        if (norm) normalize(x, norm, model_.head_dim, x);
         const float *cos = model_.cos + position * half, *sin = model_.sin + position * half;
-        for (int64_t i = 0; i < half; ++i) {
-            const float low = x[i], high = x[half + i];
-            x[i] = low * cos[i] - high * sin[i];
-            x[half + i] = high * cos[i] + low * sin[i];
+        for (int64_t i = 0; i < half; i += LANES) {
+            const int64_t count = half - i;
+            const Floats low = load_some(x + i, count), high = load_some(x + half + i, count);
+            const Floats c = load_some(cos + i, count), s = load_some(sin + i, count);
+            store_some(out + i, low * c - high * s, count);
+            store_some(out + half + i, high * c + low * s, count);
         }
     }
 
     void finish(int64_t rows, T* out) {
 #pragma omp for
         for (int64_t row = 0; row < rows; ++row) {
-            const float* const from = residual_ + row * model_.hidden;
-            const float scale = root_mean_square_inverse(from, model_.hidden);
-            for (int64_t i = 0; i < model_.hidden; i += LANES) {
-                const int64_t count = model_.hidden - i;
-                const Floats x = load_some(from + i, count) * scale * load_some(model_.norm + i, count);
-                store_some(out + row * model_.hidden + i, x, count);
-            }
+            normalize(residual_ + row * model_.hidden, model_.norm, model_.hidden, out + row * model_.hidden);
         }
     }
 
@@ -418,6 +415,15 @@ private:
 
     // -- pieces --
 
+    template <class To>
+    void normalize(const float* x, const float* weight, int64_t size, To* out) const {
+        const float scale = root_mean_square_inverse(x, size);
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int64_t count = size - i;
+            store_some(out + i, load_some(x + i, count) * scale * load_some(weight + i, count), count);
+        }
+    }
+
     float root_mean_square_inverse(const float* x, int64_t size) const {
         Floats squares = {};
         for (int64_t i = 0; i < size; i += LANES) {
@@ -437,9 +443,9 @@ private:
     const PacelineModel model_;
     std::vector<int64_t> positions_, sequences_;  // of each row
     Zeroed<float> residual_memory_, qkv_memory_;
-    Zeroed<T> query_memory_, normed_memory_, attended_memory_, gated_memory_;
+    Zeroed<T> query_memory_, placed_memory_, normed_memory_, attended_memory_, gated_memory_;
     float *residual_, *qkv_;              // [rows, hidden], [rows, heads of q, k and v]
-    T* query_;                            // [rows, num_heads, head_dim]
+    T *query_, *placed_;                  // [rows, num_heads, head_dim], [rows, keys then values, head_dim]
     Tiled<T> normed_, attended_, gated_;  // [rows, hidden], [rows, num_heads * head_dim], [rows, intermediate]
     Quantized room_;
     std::vector<T> draft_hidden_;

@@ -143,17 +143,14 @@ struct Pages {
         return block * block_elements() + (kv_head * groups() + offset / LANES) * group_elements();
     }
 
-    // One position of one head: key and value [head_dim] of float or T.
-    template <class T, class From>
-    void write(T* keys, T* values, int64_t block, int64_t offset, int64_t kv_head, const From* key,
-               const From* value) const {
+    // One position of one head: key and value [head_dim]. No other position's bytes are read or written.
+    template <class T>
+    void write(T* keys, T* values, int64_t block, int64_t offset, int64_t kv_head, const T* key, const T* value) const {
         T* const k = keys + group(block, kv_head, offset) + offset % LANES * PAIR<T>;
         T* const v = values + group(block, kv_head, offset) + offset % LANES / PAIR<T> * head_dim * PAIR<T> +
                      offset % PAIR<T>;
-        for (int64_t d = 0; d < head_dim; ++d) {
-            k[d / PAIR<T> * LANES * PAIR<T> + d % PAIR<T>] = from_float<T>(to_float(key[d]));
-            v[d * PAIR<T>] = from_float<T>(to_float(value[d]));
-        }
+        for (int64_t d = 0; d < head_dim; d += PAIR<T>) std::memcpy(k + d * LANES, key + d, sizeof(T) * PAIR<T>);
+        for (int64_t d = 0; d < head_dim; ++d) v[d * PAIR<T>] = value[d];
     }
 };
 

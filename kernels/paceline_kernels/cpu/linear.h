@@ -35,7 +35,7 @@ constexpr int64_t GROUP = 128;  // inputs that share a scale in quantized activa
 constexpr int OFFSET = 128;     // of 8-bit weights, which are stored unsigned
 
 // The same of 8 bits, [inputs / 4][32][4], with a scale for each output. They are multiplied in integers, exactly, by
-// activations of 8 bits; so the results are the same on every machine.
+// activations of 8 bits.
 struct Packed8 {
     using Element = uint8_t;
     struct Input;
@@ -63,6 +63,12 @@ struct Packed8::Input {
 // Of one tile of weights with up to MOST_ROWS rows.
 struct Sums {
     alignas(64) float at[MOST_ROWS][TILE];
+};
+
+// Inputs [begin, end), which a product takes at a time; whole pieces and groups. It goes on with the sums of those before,
+// if there are any, so that an element is added up in the same order however it is cut.
+struct Span {
+    int64_t begin, end;
 };
 
 // ---- Vectors, an output in each lane ----
@@ -115,11 +121,16 @@ inline Ints step(Ints sum, const uint8_t* weights, const int8_t* x) {
 }
 
 template <int ROWS, class T>
-void multiply_rows(const Tiled<T>& x, const T* weights, int64_t row, float (*sums)[TILE]) {
+void multiply_rows(const Tiled<T>& x, const T* weights, Span span, int64_t row, float (*sums)[TILE]) {
     Floats left[ROWS] = {}, right[ROWS] = {};
+    for (int i = 0; i < ROWS && span.begin > 0; ++i) {
+        left[i] = load(sums[i]);
+        right[i] = load(sums[i] + LANES);
+    }
+    weights += span.begin * TILE;
     const T* rows[ROWS];
-    for (int i = 0; i < ROWS; ++i) rows[i] = x.at(row + i, 0);
-    for (int64_t piece = 0; piece < x.size; piece += PIECE<T>) {
+    for (int i = 0; i < ROWS; ++i) rows[i] = x.at(row + i, span.begin);
+    for (int64_t piece = span.begin; piece < span.end; piece += PIECE<T>) {
 #pragma GCC unroll 4
         for (int64_t k = 0; k < PIECE<T>; k += PAIR<T>) {
             fetch(weights);
@@ -146,9 +157,10 @@ inline void add_group(float* sums, Ints left, Ints right, float scale) {
 }
 
 template <int ROWS>
-void multiply_rows(const Packed8::Input& x, const uint8_t* weights, int64_t row, float (*sums)[TILE]) {
-    std::fill_n(sums[0], ROWS * TILE, 0.0f);
-    for (int64_t group = 0; group < x.groups(); ++group) {
+void multiply_rows(const Packed8::Input& x, const uint8_t* weights, Span span, int64_t row, float (*sums)[TILE]) {
+    if (span.begin == 0) std::fill_n(sums[0], ROWS * TILE, 0.0f);
+    weights += span.begin * TILE;
+    for (int64_t group = span.begin / GROUP; group < span.end / GROUP; ++group) {
         Ints left[ROWS], right[ROWS];
         for (int i = 0; i < ROWS; ++i) left[i] = right[i] = Ints{} + x.corrections[x.index(row + i, group)];
         for (int64_t k = group * GROUP; k < (group + 1) * GROUP; k += 4) {
@@ -168,18 +180,18 @@ void multiply_rows(const Packed8::Input& x, const uint8_t* weights, int64_t row,
 
 template <class Input, class Element, int... COUNT>
 constexpr auto multiply_by_rows(std::integer_sequence<int, COUNT...>) {
-    using Multiply = void (*)(const Input&, const Element*, int64_t, float (*)[TILE]);
+    using Multiply = void (*)(const Input&, const Element*, Span, int64_t, float (*)[TILE]);
     return std::array<Multiply, sizeof...(COUNT)>{multiply_rows<COUNT + 1>...};
 }
 
 // The rows in parts of about equal size.
 template <class Input, class Element>
-void multiply_vectors(const Input& x, const Element* weights, int64_t row, int64_t count, Sums& sums) {
+void multiply_vectors(const Input& x, const Element* weights, Span span, int64_t row, int64_t count, Sums& sums) {
     static constexpr auto by_rows = multiply_by_rows<Input, Element>(std::make_integer_sequence<int, ROWS_AT_ONCE>());
     const int64_t parts = ceil_div(count, ROWS_AT_ONCE);
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t begin = part * count / parts, end = (part + 1) * count / parts;
-        by_rows[end - begin - 1](x, weights, row + begin, sums.at + begin);
+        by_rows[end - begin - 1](x, weights, span, row + begin, sums.at + begin);
     }
 }
 
@@ -220,6 +232,8 @@ inline void multiply_step(const T* x, const T* more, const char* weights) {
     }
 }
 
+constexpr int64_t SUMS_ROW = TILE * 4;  // bytes
+
 template <int BLOCKS>
 inline void clear_tiles() {
     _tile_zero(0);
@@ -231,21 +245,33 @@ inline void clear_tiles() {
 }
 
 template <int BLOCKS>
-inline void store_tiles(void* to) {
-    constexpr int64_t ROW = TILE * 4;
-    char* const first = (char*)to;
-    _tile_stored(0, first, ROW);
-    _tile_stored(1, first + 64, ROW);
+inline void load_tiles(const float (*from)[TILE]) {
+    _tile_loadd(0, from, SUMS_ROW);
+    _tile_loadd(1, from[0] + LANES, SUMS_ROW);
     if constexpr (BLOCKS == 2) {
-        _tile_stored(2, first + 16 * ROW, ROW);
-        _tile_stored(3, first + 16 * ROW + 64, ROW);
+        _tile_loadd(2, from + LANES, SUMS_ROW);
+        _tile_loadd(3, from[LANES] + LANES, SUMS_ROW);
+    }
+}
+
+template <int BLOCKS, class Number>
+inline void store_tiles(Number (*to)[TILE]) {
+    _tile_stored(0, to, SUMS_ROW);
+    _tile_stored(1, to[0] + LANES, SUMS_ROW);
+    if constexpr (BLOCKS == 2) {
+        _tile_stored(2, to + LANES, SUMS_ROW);
+        _tile_stored(3, to[LANES] + LANES, SUMS_ROW);
     }
 }
 
 template <int BLOCKS>
-void multiply_tiles(const Tiled<bfloat16>& x, const bfloat16* weights, int64_t row, int64_t, Sums& sums) {
-    clear_tiles<BLOCKS>();
-    for (int64_t piece = 0; piece < x.size / 32; ++piece) {
+void multiply_tiles(const Tiled<bfloat16>& x, const bfloat16* weights, Span span, int64_t row, int64_t, Sums& sums) {
+    if (span.begin == 0) {
+        clear_tiles<BLOCKS>();
+    } else {
+        load_tiles<BLOCKS>(sums.at);
+    }
+    for (int64_t piece = span.begin / 32; piece < span.end / 32; ++piece) {
         const bfloat16* const rows = x.tile(row / LANES, piece);
         multiply_step<BLOCKS>(rows, rows + LANES * x.size, (const char*)weights + piece * STEP);
     }
@@ -253,10 +279,11 @@ void multiply_tiles(const Tiled<bfloat16>& x, const bfloat16* weights, int64_t r
 }
 
 template <int BLOCKS>
-void multiply_tiles(const Packed8::Input& x, const uint8_t* weights, int64_t row, int64_t count, Sums& sums) {
+void multiply_tiles(const Packed8::Input& x, const uint8_t* weights, Span span, int64_t row, int64_t count,
+                    Sums& sums) {
     alignas(64) int32_t products[BLOCKS * LANES][TILE];
-    std::fill_n(sums.at[0], count * TILE, 0.0f);
-    for (int64_t group = 0; group < x.groups(); ++group) {
+    if (span.begin == 0) std::fill_n(sums.at[0], count * TILE, 0.0f);
+    for (int64_t group = span.begin / GROUP; group < span.end / GROUP; ++group) {
         clear_tiles<BLOCKS>();
         for (int64_t piece = group * GROUP / 64; piece < (group + 1) * GROUP / 64; ++piece) {
             const int8_t* const rows = x.values.tile(row / LANES, piece);
@@ -273,23 +300,31 @@ void multiply_tiles(const Packed8::Input& x, const uint8_t* weights, int64_t row
 }
 #endif
 
+// Whether a product of these goes through the matrix unit: for every number of rows, or their sums would differ.
+template <class Element>
+bool by_tiles() {
+    return sizeof(Element) < 4 && has_tiles();
+}
+
 // Rows [row, row + count) times one tile of weights; row is a multiple of 16.
 template <class Input, class Element>
-void multiply(const Input& x, const Element* weights, int64_t row, int64_t count, Sums& sums) {
+void multiply(const Input& x, const Element* weights, Span span, int64_t row, int64_t count, Sums& sums) {
 #ifdef AMX
     if constexpr (sizeof(Element) < 4) {
-        if (has_tiles()) {
-            if (count > LANES) return multiply_tiles<2>(x, weights, row, count, sums);
-            return multiply_tiles<1>(x, weights, row, count, sums);
+        if (by_tiles<Element>()) {
+            if (count > LANES) return multiply_tiles<2>(x, weights, span, row, count, sums);
+            return multiply_tiles<1>(x, weights, span, row, count, sums);
         }
     }
 #endif
-    multiply_vectors(x, weights, row, count, sums);
+    multiply_vectors(x, weights, span, row, count, sums);
 }
 
 // ---- Whole products ----
 
-constexpr int64_t CACHED = 1 << 19;  // bytes of weights that stay near while all rows pass
+constexpr int64_t CACHED = 1 << 19;  // bytes of weights that stay in the second cache while all rows pass
+constexpr int64_t MOST_TILES = 8;    // of those weights, since their sums want room too
+constexpr int64_t NEAREST = 512;     // bytes of a row that stay in the first while those weights pass
 
 template <class T>
 void scale(Sums&, int64_t, const Packed<T>&, int64_t) {}
@@ -306,24 +341,35 @@ inline void scale(Sums& sums, int64_t count, const Packed8& weights, int64_t til
 // output. Called by all threads of a team, which share the tiles and leave together.
 template <int TOGETHER, class Weights, class Use>
 void linear(const typename Weights::Input& x, const Weights& weights, int64_t rows, const Use& use) {
-    const int64_t tile_bytes = Weights::tile_elements(weights.inputs) * sizeof(typename Weights::Element);
-    const int64_t together = rows <= MOST_ROWS ? 1 : std::max<int64_t>(1, CACHED / (tile_bytes * TOGETHER));
+    using Element = typename Weights::Element;
+    const int64_t inputs = Weights::padded(weights.inputs), tile_bytes = inputs * TILE * sizeof(Element);
     const int64_t all_tiles = ceil_div(weights.outputs, TILE * TOGETHER);
+    const bool many = rows > MOST_ROWS;
+    // Rows that do not fit beside the weights anyway are read less often by more weights at a time.
+    const int64_t cached = rows * inputs * (int64_t)sizeof(Element) > 2 * CACHED ? 2 * CACHED : CACHED;
+    const int64_t most = std::min<int64_t>(cached / tile_bytes, MOST_TILES) / TOGETHER;
+    const int64_t together = many ? std::max<int64_t>(1, most) : 1;
+    const int64_t at_once = many && by_tiles<Element>() ? NEAREST / sizeof(Element) : inputs;
+    thread_local Scratch scratch;
+    Sums(*const sums)[TOGETHER] = (Sums(*)[TOGETHER])scratch.get<Sums>(together * TOGETHER);
     const Tiles tiles;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t begin = 0; begin < all_tiles; begin += together) {
-        Sums sums[TOGETHER];
+        const int64_t end = std::min(begin + together, all_tiles);
         for (int64_t row = 0; row < rows; row += MOST_ROWS) {
             const int64_t count = std::min(MOST_ROWS, rows - row);
-            for (int64_t index = begin; index < std::min(begin + together, all_tiles); ++index) {
-                for (int i = 0; i < TOGETHER; ++i) {
-                    const int64_t tile = index * TOGETHER + i;
-                    multiply(x, weights.tile(tile), row, count, sums[i]);
-                    scale(sums[i], count, weights, tile);
+            for (int64_t input = 0; input < inputs; input += at_once) {
+                const Span span = {input, std::min(input + at_once, inputs)};
+                for (int64_t index = begin * TOGETHER; index < end * TOGETHER; ++index) {
+                    multiply(x, weights.tile(index), span, row, count, sums[0][index - begin * TOGETHER]);
                 }
+            }
+            for (int64_t index = begin; index < end; ++index) {
+                Sums* const own = sums[index - begin];
+                for (int i = 0; i < TOGETHER; ++i) scale(own[i], count, weights, index * TOGETHER + i);
                 for (int64_t i = 0; i < count; ++i) {
                     const float* parts[TOGETHER];
-                    for (int j = 0; j < TOGETHER; ++j) parts[j] = sums[j].at[i];
+                    for (int j = 0; j < TOGETHER; ++j) parts[j] = own[j].at[i];
                     use(index * TOGETHER * TILE, row + i, parts);
                 }
             }

@@ -155,6 +155,15 @@ inline void interleave(uint64_t* to, Wide a, Wide b) {
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    std::memcpy(x, &a, sizeof x);
+    std::memcpy(y, &b, sizeof y);
+    std::memcpy(z, &c, sizeof z);
+    for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+    Floats sum;
+    std::memcpy(&sum, z, sizeof sum);
+    return sum;
 #else
     return a * b + c;
 #endif

@@ -15,6 +15,13 @@ Depth = Annotated[str, typer.Option(help="off, auto or fixed depths, comma-separ
 Rounds = Annotated[int, typer.Option(min=1, help="Times that every cell is measured; medians are shown.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 
+
+def _parse_size(text: str) -> int:
+    from paceline.cli import parse_size  # which imports this module
+
+    return parse_size(text)
+
+
 app = typer.Typer(help="Measure the engine against itself, in one run.", no_args_is_help=True)
 
 
@@ -116,7 +123,7 @@ def grammar(
 
 
 @app.command()
-def reproducible(
+def backends(
     model: Model = "demo",
     draft: Draft = "demo",
     concurrency: Concurrency = "1,16",
@@ -125,15 +132,71 @@ def reproducible(
     rounds: Rounds = 5,
     dtype: Dtype = "auto",
 ) -> None:
-    """Time of the batch-invariant mode, as a ratio to the default's."""
-    from paceline.bench.reproducible import measure, render
+    """Speed of the native backend, as a ratio to torch's."""
+    from paceline.bench.backends import measure, render
     from paceline.bench.throughput import parse_depths, parse_sizes
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
     sizes, depths = parse_sizes(concurrency), parse_depths(depth)
-    default, invariant = (
-        build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, reproducible=mode)) for mode in (False, True)
+    torch, native = (
+        build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, backend=backend))
+        for backend in ("torch", "native")
     )
-    cells = measure(default, invariant, load_prompts(None), sizes, depths, max_tokens, rounds)
+    cells = measure(torch, native, load_prompts(None), sizes, depths, max_tokens, rounds)
     render(cells, title=f"{model} with draft {draft}, {dtype}: {max_tokens} tokens a stream")
+
+
+@app.command()
+def limits(
+    model: Model = "demo",
+    draft: Annotated[str, typer.Option(help="Draft directory, or demo.")] = "demo",
+    rounds: Rounds = 5,
+    dtype: Dtype = "auto",
+    kv_cache_memory: Annotated[
+        int, typer.Option(parser=_parse_size, metavar="SIZE", help="Memory for KV of each engine.")
+    ] = 256 << 20,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+) -> None:
+    """How near the native backend comes to this machine's bandwidth, arithmetic and memory."""
+    from paceline.bench.limits import measure, render, to_json
+    from paceline.wiring import EngineSettings
+
+    settings = EngineSettings(model=model, draft=draft, dtype=dtype, kv_cache_memory=kv_cache_memory)
+    measured = measure(settings, rounds)
+    render(measured, title=f"{model} with draft {draft}: medians of {rounds} rounds")
+    if json_out is not None:
+        said = {"model": model, "draft": draft, "dtype": dtype, "kv_cache_memory": kv_cache_memory, "rounds": rounds}
+        json_out.write_text(json.dumps(to_json(measured, said), indent=2) + "\n")
+
+
+@app.command()
+def quantization(
+    model: Model = "demo",
+    draft: Annotated[str, typer.Option(help="Draft directory, or demo.")] = "demo",
+    depth: Annotated[int, typer.Option(min=1, help="Drafts of every step.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")] = 96,
+    samples: Annotated[int, typer.Option(min=1, help="Completions of every prompt at temperature 1.")] = 8,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+) -> None:
+    """What int8 weights cost: perplexity of held-out text, and drafts kept."""
+    from paceline import demo
+    from paceline.bench.quantization import encode, measure_acceptance, measure_accuracy, render, summary
+    from paceline.errors import InvalidArgument
+    from paceline_loadtest.prompts import load_prompts
+
+    if draft in ("none", "ngram"):
+        raise InvalidArgument("draft", draft, "a directory or demo: only a model has weights")
+    prompts = load_prompts(None)
+    target_path = demo.TARGET if model == "demo" else Path(model)
+    draft_path = demo.DRAFT if draft == "demo" else Path(draft)
+    # First, because the engine refuses what does not go together.
+    lengths = measure_acceptance(model, draft, prompts, depth, max_tokens, samples)
+    texts = encode(target_path, prompts)
+    accuracies = {
+        name: measure_accuracy(path, texts) for name, path in (("target", target_path), ("draft", draft_path))
+    }
+    render(accuracies, lengths, title=f"{model} with draft {draft}, depth {depth}")
+    if json_out is not None:
+        settings = {"model": model, "draft": draft, "depth": depth, "max_tokens": max_tokens, "samples": samples}
+        json_out.write_text(json.dumps({"settings": settings, **summary(accuracies, lengths)}, indent=2) + "\n")

@@ -300,6 +300,8 @@ class Scheduler:
                 depth, behind = 0, step.budget
                 gap = behind + work.num_tokens
             depth, blocks = self._grow_for_drafts(request, min(depth, step.budget - behind))
+            if not depth and not gap:
+                continue
             step.budget -= depth + behind
             step.work[work.request_id] = replace(
                 work, num_drafts=depth, draft_catch_up=gap, new_block_ids=work.new_block_ids + blocks

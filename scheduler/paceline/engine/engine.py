@@ -261,6 +261,8 @@ class Engine:
         if not token_ids and end_of_run is None:
             return sequence
         cut = cuts[request.request_id] = completion.checker.cut(request, token_ids, end_of_run)
+        if cut.finish is None and len(cut.token_ids) == len(sequence.token_ids):
+            return sequence
         logprobs = sequence.logprobs[: len(cut.token_ids)]
         return replace(sequence, token_ids=cut.token_ids, logprobs=logprobs, finish=cut.finish)
 

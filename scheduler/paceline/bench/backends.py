@@ -1,4 +1,4 @@
-"""What batch-invariant operations cost, against the default, in turns."""
+"""The native backend against torch, in turns."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(slots=True)
 class Cell:
-    """Seconds by round, of the default and of the reproducible engine."""
+    """Seconds by round, of the torch engine and of the native one."""
 
     streams: int
     depth: str
-    default: list[tuple[float, float]] = field(default_factory=list)  # (prefill, whole run)
-    reproducible: list[tuple[float, float]] = field(default_factory=list)
+    torch: list[tuple[float, float]] = field(default_factory=list)  # (prefill, whole run)
+    native: list[tuple[float, float]] = field(default_factory=list)
 
-    def ratio(self, part: int) -> float:
-        """Median over rounds of the mode's time over the default's: 0 is the prefill, 1 the whole run."""
-        rounds = zip(self.default, self.reproducible, strict=True)
-        return float(median(ours[part] / theirs[part] for theirs, ours in rounds))
+    def speedup(self, part: int) -> float:
+        """Median over rounds of torch's time over the native backend's: 0 is the prefill, 1 the whole run."""
+        rounds = zip(self.torch, self.native, strict=True)
+        return float(median(torch[part] / native[part] for torch, native in rounds))
 
 
 def measure(
-    default: Engine,
-    reproducible: Engine,
+    torch: Engine,
+    native: Engine,
     prompts: Sequence[str | tuple[int, ...]],
     sizes: Sequence[int],
     depths: dict[str, SpeculationParams],
@@ -42,12 +42,12 @@ def measure(
     rounds: int,
 ) -> list[Cell]:
     """The same greedy streams on both engines, one after the other."""
-    encoded = [default.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
+    encoded = [torch.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
     cells = [Cell(size, name) for size in sizes for name in depths]
     for number in track(range(-1, rounds), description="measuring"):
         for cell in cells:
             batch = [encoded[i % len(encoded)] for i in range(cell.streams)]
-            for engine, seconds in ((default, cell.default), (reproducible, cell.reproducible)):
+            for engine, seconds in ((torch, cell.torch), (native, cell.native)):
                 # The first time for whatever the last engine left in the caches.
                 _, (prefill, _), (whole, _) = (
                     run(engine, batch, tokens, depths[cell.depth], GREEDY) for tokens in (1, 1, max_tokens)
@@ -59,8 +59,8 @@ def measure(
 
 def render(cells: list[Cell], title: str) -> None:
     table = Table(title=title)
-    for name in ("streams", "depth", "prefill, x default", "whole run, x default"):
+    for name in ("streams", "depth", "prefill, x torch", "whole run, x torch"):
         table.add_column(name, justify="right")
     for cell in cells:
-        table.add_row(str(cell.streams), cell.depth, f"{cell.ratio(0):.2f}", f"{cell.ratio(1):.2f}")
+        table.add_row(str(cell.streams), cell.depth, f"{cell.speedup(0):.2f}", f"{cell.speedup(1):.2f}")
     Console().print(table)
