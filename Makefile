@@ -4,7 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format proto train bench clean
+.PHONY: setup demo test check format proto train bench clean
+
+setup: $(INSTALLED)  ## install, and compile the native code ahead of its first use
+	$(BIN)/python -m paceline_kernels.cpu
 
 demo: $(INSTALLED)  ## serve the embedded pair, drive it over gRPC, print texts and a table
 	$(BIN)/python -m paceline.demo

@@ -82,10 +82,13 @@ class Worker:
     def close(self) -> None:
         """End the worker and whatever it started."""
         self._signal(signal.SIGCONT)
+        with suppress(BrokenPipeError):
+            self._requests.close()  # at which a worker ends
         with suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=QUIT_SECONDS)  # closes stdin, at which a worker ends
+            self._process.wait(QUIT_SECONDS)
         self._signal(signal.SIGKILL)
         self._process.wait()
+        self._answers.close()
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

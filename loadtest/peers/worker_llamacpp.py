@@ -1,4 +1,4 @@
-"""llama.cpp's server, one request a stream over HTTP."""
+"""llama.cpp's server, over HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -43,24 +42,18 @@ class LlamaCpp:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = pool.map(lambda prompt: self._ask("/completion", {"prompt": prompt, **options}), prompts)
-            return [answer["tokens"] for answer in answers]
+        # One request for all, or some would start before the others have arrived.
+        answers = self._ask("/completion", {"prompt": prompts, **options})
+        if len(prompts) == 1:  # for which the server makes no list
+            return [answers["tokens"]]
+        return [answer["tokens"] for answer in sorted(answers, key=lambda answer: answer["index"])]
 
     def _start(self, load: Load) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
-        command: list[str | Path] = [
-            SERVER,
-            "--model",
-            converted(load.target, _convert),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ]
+        command: list[str | Path] = [SERVER, "--model", converted(load.target, _convert), "--port", str(port)]
         command += ["--parallel", str(load.streams), "--ctx-size", str(load.streams * load.length)]
         command += ["--threads", str(THREADS), "--threads-batch", str(THREADS), "--cache-ram", "0", "--no-ui"]
         if load.depth != 0:

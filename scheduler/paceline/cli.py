@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import re
 import sys
@@ -224,6 +225,24 @@ def generate(
         on_text=terminal.add,
         on_finish=terminal.finish,
     )
+
+
+@app.command()
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what this machine has for serving, how fast it is, and what to do about whatever is missing."""
+    try:
+        from paceline.doctor import examine, render, to_json
+    except ImportError as error:
+        sys.exit(f"paceline: nothing can be served here: {error}; try: pip install 'paceline[serve]'")
+
+    report = examine(quick)
+    if as_json:
+        print(json.dumps(to_json(report), indent=2))
+    else:
+        render(report)
 
 
 class _InTurn:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from paceline.bench import acceptance, grammar, reproducible, sampling
+from paceline.bench import acceptance, backends, grammar, limits, sampling
+from paceline.bench.limits import Figure, Memory, Passes
 from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
+from paceline.cli import app
 from paceline.core.params import Method, Verification
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
+from paceline.models import load_model_config
 from paceline.wiring import EngineSettings, build_engine
+from paceline_kernels.cpu import ceilings, decoder
 from support.pairs import tiny_pair
+
+needs_native = pytest.mark.skipif(decoder.available() is not None, reason="no C++ compiler")
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -93,10 +104,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_pair(tmp_path_factory.mktemp("bench"), vocab_size=320)
 
 
-def _engine(pair: tuple[Path, Path], reproducible: bool = False) -> Engine:
-    return build_engine(
-        EngineSettings(model=str(pair[0]), draft=str(pair[1]), dtype="float32", reproducible=reproducible)
-    )
+def _engine(pair: tuple[Path, Path], backend: str = "auto") -> Engine:
+    return build_engine(EngineSettings(model=str(pair[0]), draft=str(pair[1]), dtype="float32", backend=backend))
 
 
 PROMPTS = [(5, 6, 7), (8, 9), (10, 11, 12, 13)]
@@ -136,11 +145,102 @@ def test_grammar_compares_equal_streams(capsys: pytest.CaptureFixture[str]) -> N
     assert "overhead" in capsys.readouterr().out
 
 
-def test_reproducible_compares_equal_work(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    cells = reproducible.measure(
-        _engine(pair), _engine(pair, True), PROMPTS, [1, 3], parse_depths("off,2"), max_tokens=6, rounds=1
+@needs_native
+def test_backends_compares_equal_work(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    cells = backends.measure(
+        _engine(pair, "torch"), _engine(pair, "native"), PROMPTS, [1, 3], parse_depths("off,2"), max_tokens=6, rounds=1
     )
     assert [(cell.streams, cell.depth) for cell in cells] == [(1, "off"), (1, "2"), (3, "off"), (3, "2")]
-    assert all(cell.ratio(0) > 0 and cell.ratio(1) > 0 for cell in cells)
-    reproducible.render(cells, title="a title")
-    assert "x default" in capsys.readouterr().out
+    assert all(len(cell.torch) == len(cell.native) == 1 for cell in cells)
+    backends.render(cells, title="a title")
+    assert "x torch" in capsys.readouterr().out
+
+
+def test_a_speedup_is_the_median_of_rounds() -> None:
+    cell = backends.Cell(
+        1, "off", torch=[(2.0, 6.0), (9.0, 9.0), (4.0, 8.0)], native=[(1.0, 2.0), (1.0, 9.0), (4.0, 4.0)]
+    )
+    assert (cell.speedup(0), cell.speedup(1)) == (2.0, 2.0)
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_arithmetic_of_limits() -> None:
+    figure = Figure("decode", "a step", "GB/s", 2e9, seconds=[1.0, 0.5, 0.25], ceilings=[4e9, 8e9, 32e9])
+    assert (figure.rate, figure.ceiling) == (4.0, 8.0)
+    assert figure.fraction == 0.5, "each round by its own ceiling"
+    assert Passes(4, single=[1.0, 2.0, 1.0], together=[4.4, 8.0, 5.0]).overhead == pytest.approx(0.1)
+    assert Memory(peak=1500, idle=300, weights=900, kv=100).ratio == pytest.approx(1.2)
+
+
+def test_what_limits_count(pair: tuple[Path, Path]) -> None:
+    """Against the checkpoint itself: every matrix is read once in a step, and multiplied once for each row."""
+    config = load_model_config(pair[0])
+    tensors = load_file(pair[0] / "model.safetensors")
+    matrices = {name: t.numel() for name, t in tensors.items() if t.dim() == 2 and "embed" not in name}
+    assert limits.streamed_bytes(config, 2) == 2 * sum(matrices.values())
+    assert limits.matrix_elements(config) == sum(matrices.values()) - matrices["lm_head.weight"]
+    rows, heads = 10, config.num_heads * config.head_dim
+    products = 2 * rows * limits.matrix_elements(config)
+    # Row r sees r + 1 positions; a score and a weighted value of each take a multiplication and an addition.
+    attention = config.num_layers * sum(2 * 2 * heads * (row + 1) for row in range(rows))
+    assert limits.prefill_operations(config, rows) == products + attention
+
+
+@needs_native
+def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tiny model in tiny buffers: the numbers mean nothing here, but all of them are there."""
+    target, draft = tiny_pair(tmp_path, tie_word_embeddings=True)
+    monkeypatch.setattr(ceilings, "uncached_bytes", lambda: 4 << 20)
+    monkeypatch.setattr(limits, "median_seconds", partial(ceilings.median_seconds, least=0.0))
+    monkeypatch.setattr(ceilings, "LEAST_SECONDS", 0.001)
+    command = ["bench", "limits", "--model", str(target), "--draft", str(draft), "--rounds", "2"]
+    options = ["--dtype", "bfloat16", "--kv-cache-memory", "8MiB", "--json", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, [*command, *options])
+    assert result.exit_code == 0, result.output
+    assert "4 draft passes cost" in result.output
+    said = json.loads((tmp_path / "out.json").read_text())
+    assert list(said) == ["settings", "figures", "draft_passes", "memory"]
+    batches = ("1 sequence", "4 sequences", "8 sequences", "16 sequences")
+    for kind in ("bfloat16", "int8"):
+        for group in ("decode, model", "decode, engine"):
+            found = [f["name"] for f in said["figures"] if f["group"] == group and kind in f["name"]]
+            assert found == [f"{kind}, {batch}" for batch in batches]
+    others = [(f["group"], f["name"]) for f in said["figures"] if not f["group"].startswith("decode")]
+    assert others == [
+        ("prefill", "bfloat16, 512 rows"),  # the model has no more positions
+        ("prefill", "int8, 512 rows"),
+        ("paged attention", "bfloat16, 16 x 2048 tokens x 4 rows"),
+        ("draft pass", "bfloat16, 1 sequence"),
+    ]
+    for figure in said["figures"]:
+        assert len(figure["seconds"]) == len(figure["ceilings"]) == 2
+        assert min(figure["rate"], figure["ceiling"], figure["fraction"]) > 0
+    assert [(some["depth"], len(some["together"])) for some in said["draft_passes"]] == [(4, 2), (8, 2)]
+    memory = said["memory"]
+    config = load_model_config(target)
+    assert memory["weights"] == 2 * limits.streamed_bytes(config, 2)
+    assert (7 << 20) < memory["kv"] <= (8 << 20)
+    assert memory["peak"] > memory["idle"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--draft", "ngram"], "draft = 'ngram': must be"),
+        (["--kv-cache-memory", "much"], "is not a size"),
+        (["--model", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_options_of_limits(options: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "paceline", "bench", "limits", *options]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_peak_memory_is_the_systems() -> None:
+    known = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    assert limits.peak_memory() == pytest.approx(known, rel=0.05)

@@ -1,4 +1,4 @@
-"""Greedy output is the reference's, token for token: one batch, staggered arrivals, every drafter, fp32.
+"""Greedy output is the reference's, token for token: one batch, staggered arrivals, every drafter and backend, fp32.
 
 The reference is transformers' `generate`, and with features transformers' logits and the oracle of the chain, which
 `tests/runner/test_chain_oracle.py` holds against transformers' own processors.
@@ -27,12 +27,14 @@ from paceline.engine import Engine, GenerationRequest
 from paceline.wiring import EngineSettings, build_engine
 from support.chain import Mask
 from support.checkpoints import END_OF_TEXT_ID
+from support.native import needs_compiler
 from support.pairs import tiny_pair
 from support.reference import NEAR_TIE, Asked, Completed, complete, same_but_for_near_ties
 
 NUM_PROMPTS = 32
 MAX_NEAR_TIES = 2
 MODELS = ("embedded", "llama", "qwen2", "qwen3")
+BACKENDS = ("torch", pytest.param("native", marks=needs_compiler))
 
 
 @dataclass
@@ -46,8 +48,13 @@ class Case:
     expected: list[list[int]]
 
 
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module", params=MODELS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
     target, draft = (
         (demo.TARGET, demo.DRAFT)
         if request.param == "embedded"
@@ -63,6 +70,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         model=str(target),
         draft=str(draft),
         dtype="float32",
+        backend=backend,
         max_model_len=512,
         max_num_seqs=NUM_PROMPTS,
         max_num_batched_tokens=256,  # long prompts come in chunks, beside decodes
@@ -154,7 +162,7 @@ class Featured:
 
 
 @pytest.fixture(scope="module")
-def featured(tmp_path_factory: pytest.TempPathFactory) -> Featured:
+def featured(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Featured:
     target, draft = tiny_pair(tmp_path_factory.mktemp("featured"), noise=0.01)
     tokenizer = AutoTokenizer.from_pretrained(target)
     reference = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -178,6 +186,7 @@ def featured(tmp_path_factory: pytest.TempPathFactory) -> Featured:
         model=str(target),
         draft=str(draft),
         dtype="float32",
+        backend=backend,
         max_model_len=128,
         max_num_seqs=NUM_FEATURED,
         max_num_batched_tokens=128,

@@ -29,8 +29,8 @@ from paceline.core.scheduler import Scheduler
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.delta import PromptLogprobs
 from paceline.wiring import EngineSettings, build_engine
-from paceline_kernels import invariant
 from support.chain import ChainState, Row, distribution, log_softmax, process
+from support.native import needs_compiler
 from support.pairs import tiny_pair
 
 VOCAB = 320
@@ -181,7 +181,7 @@ def _expected(row: Row, params: SamplingParams, state: ChainState, mode: Logprob
         return np.log(distribution(edited, params))
 
 
-@pytest.mark.skipif(invariant.available() is not None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("mode", list(LogprobsMode))
 def test_reproducible_logprobs_are_the_same_to_the_bit(pair: tuple[Path, Path], mode: LogprobsMode) -> None:
     """Of greedy and seeded requests, with speculation off and on."""

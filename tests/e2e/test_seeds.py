@@ -1,7 +1,7 @@
 """Seeded and greedy output is a function of weights, prompt, parameters and seed: whatever the batch, the depth, the
 drafter, the chunks, preemption or a restart.
 
-With `reproducible` to the last token, in float32 and bfloat16. Without, in float32, but for near-ties of the reference,
+On the native backend to the last token, in every format. In torch, in float32, but for near-ties of the reference,
 noise added: transformers' logits, the oracle of the chain, and noise worked out anew.
 """
 
@@ -27,10 +27,10 @@ from paceline import demo
 from paceline.client import AsyncClient
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.engine import Engine, GenerationRequest
-from paceline.models import load_model_config
+from paceline.models import NativeDecoder, load_model_config
 from paceline.runner import KVCache
 from paceline.wiring import DTYPES, EngineSettings, build_engine
-from paceline_kernels import invariant
+from support.native import needs_compiler
 from support.reference import Asked, Completed, complete, same_but_for_near_ties
 
 BATCH = 16
@@ -116,23 +116,28 @@ VARIATIONS = {
 
 @dataclass(frozen=True)
 class Mode:
+    backend: str
     dtype: str
-    reproducible: bool
+    quantization: str = "none"
 
     def __str__(self) -> str:
-        return f"{self.dtype}{', reproducible' if self.reproducible else ''}"
+        return f"{self.backend}, {self.dtype}{'' if self.quantization == 'none' else ', ' + self.quantization}"
 
     def settings(self, variation: Variation) -> EngineSettings:
         num_blocks = 2 * MAX_LEN // BLOCK_SIZE if variation.small else BATCH * MAX_LEN // BLOCK_SIZE * 2
+        lanes = NativeDecoder.kv_lanes if self.backend == "native" else 1
         per_block = sum(
-            KVCache.bytes_per_block(load_model_config(path), BLOCK_SIZE, DTYPES[self.dtype])
+            KVCache.bytes_per_block(load_model_config(path), BLOCK_SIZE, DTYPES[self.dtype], lanes)
             for path in (demo.TARGET, demo.DRAFT)
         )
         return EngineSettings(
             model="demo",
             draft="demo",
             dtype=self.dtype,
-            reproducible=self.reproducible,
+            backend=self.backend,
+            quantization=self.quantization,
+            draft_quantization=self.quantization,
+            reproducible=self.backend == "native",
             max_model_len=MAX_LEN,
             max_num_seqs=BATCH,
             max_num_batched_tokens=variation.max_num_batched_tokens,
@@ -141,14 +146,9 @@ class Mode:
         )
 
 
-MODES = [
-    pytest.param(
-        Mode(dtype, reproducible),
-        id=str(Mode(dtype, reproducible)),
-        marks=pytest.mark.skipif(reproducible and invariant.available() is not None, reason="no C++ compiler"),
-    )
-    for dtype, reproducible in (("float32", True), ("bfloat16", True), ("float32", False))
-]
+TORCH = Mode("torch", "float32")
+NATIVE = [Mode("native", "float32"), Mode("native", "bfloat16"), Mode("native", "bfloat16", "int8")]
+MODES = [*(pytest.param(mode, id=str(mode), marks=needs_compiler) for mode in NATIVE), pytest.param(TORCH, id="torch")]
 
 
 @cache
@@ -203,7 +203,7 @@ def count_near_ties(found: Outputs) -> int:
 @pytest.mark.parametrize("mode", MODES)
 def test_circumstances_change_nothing(mode: Mode, name: str, record_property: pytest.RecordProperty) -> None:
     found = vary(mode, VARIATIONS[name])
-    if mode.reproducible:
+    if mode is not TORCH:
         assert found == baseline(mode)
         return
     near_ties = count_near_ties(found)
@@ -221,7 +221,7 @@ def test_the_baseline_is_the_oracle(mode: Mode, record_property: pytest.RecordPr
 
 def test_drafts_are_accepted_by_the_coupled_rule() -> None:
     """Or the variations above would show little."""
-    engine = engine_for(Mode("float32", False).settings(Variation()))
+    engine = engine_for(TORCH.settings(Variation()))
     for method in (NGRAM, DRAFT_MODEL):
         before = engine.scheduler.drafter_acceptance[method, Verification.COUPLED].accepted
         generate(engine, Variation(method, 4).requests())
@@ -230,7 +230,7 @@ def test_drafts_are_accepted_by_the_coupled_rule() -> None:
 
 @pytest.mark.parametrize("method", list(Method))
 def test_choices_of_a_seed_differ(method: Method) -> None:
-    engine = engine_for(Mode("float32", False).settings(Variation()))
+    engine = engine_for(TORCH.settings(Variation()))
     requests = Variation(method, 0 if method is Method.NONE else 4, n=3).requests()
     outputs, _ = generate(engine, requests)
     for index, request in enumerate(requests):
@@ -239,7 +239,7 @@ def test_choices_of_a_seed_differ(method: Method) -> None:
 
 
 def test_seeds_differ() -> None:
-    engine = engine_for(Mode("float32", False).settings(Variation()))
+    engine = engine_for(TORCH.settings(Variation()))
     plain = SamplingParams(temperature=1.0)
     [request, *_] = Variation().requests()
     # Seeds that are the same in one half of their 64 bits.
@@ -250,11 +250,11 @@ def test_seeds_differ() -> None:
 
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.skipif(invariant.available() is not None, reason="no C++ compiler")
+@needs_compiler
 async def test_a_restart_changes_nothing(dtype: str) -> None:
     """Two server processes one after the other, with other numbers of threads, and the engine of this process."""
     found = [await _ask_a_server(dtype, num_threads) for num_threads in (1, 2)]
-    assert found == [baseline(Mode(dtype, True))] * 2
+    assert found == [baseline(Mode("native", dtype))] * 2
 
 
 async def _ask_a_server(dtype: str, num_threads: int) -> Outputs:

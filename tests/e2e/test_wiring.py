@@ -11,8 +11,10 @@ import pytest
 from paceline.core.acceptance import Acceptance
 from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 from paceline.llm import LLM
+from paceline.runner import ModelRunner
 from paceline.wiring import EngineSettings, build_engine
 from support.checkpoints import tiny_checkpoint
+from support.native import needs_compiler
 from support.pairs import tiny_pair
 
 
@@ -34,6 +36,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         ({"block_size": 0}, "block_size", ">= 1"),
         ({"seed": -1}, "seed", ">= 0"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens", "at least max_num_seqs (64)"),
+        ({"threads": 0}, "threads", ">= 1"),
+        ({"backend": "cuda"}, "backend", "auto, native, torch"),
+        ({"quantization": "int4"}, "quantization", "none or int8"),
+        ({"draft_quantization": "int4"}, "draft_quantization", "none or int8"),
         ({"kv_cache_memory": 1000}, "kv_cache_memory", "for one request of max_model_len = 512"),
     ],
 )
@@ -97,9 +103,29 @@ def test_a_lowest_depth_above_the_servers_is_refused(pair: tuple[str, str]) -> N
         llm.generate("x", method="psychic")
 
 
-def test_kv_memory_becomes_blocks(pair: tuple[str, str]) -> None:
-    # 2 layers x (K, V) x 16 tokens x 2 heads x 16 dims x 4 bytes = 8 KiB a block, for target and draft each.
-    engine = build_engine(
-        EngineSettings(model=pair[0], draft=pair[1], dtype="float32", kv_cache_memory=40 * 16384 + 100)
+@pytest.mark.parametrize(
+    ("backend", "block_size", "slots"),
+    [
+        ("torch", 16, 16),
+        ("torch", 8, 8),
+        pytest.param("native", 16, 16, marks=needs_compiler),
+        pytest.param("native", 8, 16, marks=needs_compiler),  # a vector has 16 lanes
+        pytest.param("native", 24, 32, marks=needs_compiler),
+    ],
+)
+def test_kv_memory_becomes_blocks(pair: tuple[str, str], backend: str, block_size: int, slots: int) -> None:
+    # For target and draft each: 2 layers x (K, V) x slots x 2 heads x 16 dims x 4 bytes.
+    per_block = 2 * (2 * 2 * slots * 2 * 16 * 4)
+    settings = EngineSettings(
+        model=pair[0],
+        draft=pair[1],
+        dtype="float32",
+        backend=backend,
+        block_size=block_size,
+        kv_cache_memory=70 * per_block + 100,
     )
-    assert engine.scheduler.config.num_blocks == 40
+    engine = build_engine(settings)
+    assert engine.scheduler.config.num_blocks == 70
+    assert isinstance(engine.runner, ModelRunner)
+    [(keys, values), *_] = caches = engine.runner.kv_cache
+    assert (len(caches), len(keys), keys.nbytes, values.nbytes) == (2, 70, 70 * per_block / 8, 70 * per_block / 8)

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import paceline_kernels as ops
 from paceline.models import Decoder, ModelConfig, NativeDecoder
 from paceline.models.config import Llama3Scaling
 from paceline_kernels import PagedBatch, reference
+from paceline_kernels.cpu.decoder import Choice, Choices
 from paceline_kernels.ops import Ops
-from support.decoding import fill, paged_logits, pages_for, random_weights, run_logits
+from support.decoding import assert_batches_change_nothing, fill, paged_logits, pages_for, random_weights
 from support.native import needs_compiler, quantized_activations, quantized_weights, threads
 from support.pages import Pages
 
@@ -128,14 +130,21 @@ def test_bfloat16_is_as_close_to_float32_as_torch_is(config: ModelConfig, seed: 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(config=configs(), seed=SEEDS)
 def test_int8_equals_torch_with_everything_rounded_to_8_bits(config: ModelConfig, seed: int) -> None:
-    """But for values near the middle of two levels, of which a few fall to the other side."""
+    """But for values near the middle of two levels, of which a few fall to the other side; in more than one layer they
+    would move others.
+    """
+    config = replace(config, num_layers=1, vocab_size=config.vocab_size + 20)
     weights = random_weights(NativeDecoder(config, torch.float32), seed)
     rounded = {name: _as_kept(name, weight, config.tie_word_embeddings) for name, weight in weights.items()}
     prompts = prompts_for(config, seed)
     exact = paged_logits(in_torch(config, weights), prompts, seed)
     oracle = paged_logits(in_torch(config, rounded, ops=_EightBits), prompts, seed)
     found = paged_logits(native(config, "float32, int8", weights), prompts, seed)
-    assert errors(found, oracle).mean() <= 0.1 * errors(oracle, exact).mean() + 1e-5
+    lost = errors(oracle, exact).mean()
+    assert errors(found, oracle).mean() <= 0.4 * lost + 1e-5
+    halves = errors(paged_logits(in_torch(config, weights, torch.bfloat16), prompts, seed), exact).mean()
+    both = paged_logits(native(config, "bfloat16, int8", weights), prompts, seed)
+    assert errors(both, exact).mean() <= 1.5 * (lost + halves)
 
 
 def _as_kept(name: str, weight: Tensor, tied: bool) -> Tensor:
@@ -171,87 +180,127 @@ def test_gates_of_any_size() -> None:
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, hidden_size=256, head_dim=32, tie_word_embeddings=True)])
 def test_logits_do_not_depend_on_the_batch(config: ModelConfig, format_: str) -> None:
-    """A prompt whole and a token at a time against random chunks, verifications of 5 rows, and 16 sequences at once."""
     model = native(config, format_, random_weights(NativeDecoder(config, torch.float32), seed=0))
-    choose = random.Random(2)
-    prompts = {
-        str(i): [choose.randrange(config.vocab_size) for _ in range(choose.randint(60, 90))] for i in range(16)
-    }
-    prompt = prompts["0"]
-    decodes = [1] * (len(prompt) - 50)
-    alone = run_logits(model, prompt, [50, *decodes])
-    assert torch.equal(run_logits(model, prompt, [len(prompt)]), alone), "whole"
-    assert torch.equal(run_logits(model, prompt, [17, 3, 30, *decodes]), alone), "in chunks"
-    verifications = [5] * (len(decodes) // 5)
-    rest = len(decodes) - 5 * len(verifications)
-    assert torch.equal(run_logits(model, prompt, [50, *verifications, *[1] * rest]), alone), "with four drafts"
-    # Blocks of one size: where the positions of a block lie side by side is part of the order of additions.
-    for seed in range(3):
-        pages = paged_logits(model, prompts, seed)["0"]
-        again = paged_logits(model, {"0": prompt}, seed)["0"]
-        assert torch.equal(pages, again), "in a batch of 16"
-    for count in (2, 3, 5):
+    assert_batches_change_nothing(model)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_the_number_of_threads_changes_nothing(format_: str) -> None:
+    config = replace(CONFIG, vocab_size=3000)
+    model = native(config, format_, random_weights(NativeDecoder(config, torch.float32), seed=0))
+    prompts = prompts_for(config, seed=0)
+    results = []
+    for count in (1, 2, 3, 5):
         with threads(count):
-            assert torch.equal(run_logits(model, prompt, [50, *decodes]), alone), f"with {count} threads"
+            results.append(paged_logits(model, prompts))
+    assert all(torch.equal(result[name], results[0][name]) for result in results for name in prompts)
 
 
 # ---- Drafts ----
 
+KINDS = st.sampled_from(list(Choice))
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(
     format_=st.sampled_from(list(FORMATS)),
     tied=st.booleans(),
     steps=st.lists(
-        st.dictionaries(st.sampled_from("abcde"), st.tuples(st.integers(1, 9), st.integers(0, 6)), min_size=1),
+        st.dictionaries(st.sampled_from("abcde"), st.tuples(st.integers(1, 9), st.integers(0, 6), KINDS), min_size=1),
         min_size=1,
         max_size=3,
     ),
     seed=SEEDS,
 )
 def test_drafts_are_a_loop_of_forwards(
-    format_: str, tied: bool, steps: list[dict[str, tuple[int, int]]], seed: int
+    format_: str, tied: bool, steps: list[dict[str, tuple[int, int, Choice]]], seed: int
 ) -> None:
-    """Each sequence feeds some rows, and drafts as far as it likes; the pages hold the same in the end."""
+    """Each sequence feeds some rows, and drafts as far and by what it likes; the pages hold the same in the end."""
     config = replace(CONFIG, tie_word_embeddings=tied)
     model = native(config, format_, random_weights(NativeDecoder(config, torch.float32), seed))
     choose = random.Random(seed)
     block_size = choose.choice([1, 5, 8, 20])
     at_once, in_passes = (pages_for(model, block_size=block_size, seed=seed) for _ in range(2))
     for step in steps:
-        fed = {name: [choose.randrange(config.vocab_size) for _ in range(rows)] for name, (rows, _) in step.items()}
-        depths = {name: depth for name, (_, depth) in step.items()}
+        fed = {name: [choose.randrange(config.vocab_size) for _ in range(step[name][0])] for name in step}
+        depths = {name: depth for name, (_, depth, _) in step.items()}
         for pages in (at_once, in_passes):
             for name, ids in fed.items():
                 pages.reserve(name, pages.lengths.get(name, 0) + len(ids) + depths[name])
-        assert _draft(model, at_once, fed, depths) == _draft_in_passes(model, in_passes, fed, depths)
+        choices = random_choices([kind for _, _, kind in step.values()], [*depths.values()], config.vocab_size, seed)
+        expected = replace(choices, probs=choices.probs.clone())
+        assert _draft(model, at_once, fed, depths, choices) == _in_passes(model, in_passes, fed, depths, expected)
+        torch.testing.assert_close(choices.probs, expected.probs, atol=1e-6, rtol=0)
         for ours, theirs in zip(at_once.kv_cache, in_passes.kv_cache, strict=True):
             for mine, other in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(mine, other, atol=0, rtol=0, equal_nan=True)
 
 
+def random_choices(kinds: list[Choice], depths: list[int], vocab: int, seed: int) -> Choices:
+    generator = torch.Generator().manual_seed(seed)
+    count = len(kinds)
+
+    def between(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=generator)
+
+    rows = [depth if kind is Choice.DRAWN else 0 for kind, depth in zip(kinds, depths, strict=True)]
+    return Choices(
+        kinds=torch.tensor(kinds, dtype=torch.int32),
+        temperatures=between(0.5, 1.5),
+        top_k=torch.randint(1, vocab + 1, (count,), generator=generator),
+        top_p=between(0.7, 1.0),
+        min_p=between(0.0, 0.1),
+        typical_p=between(0.8, 1.0),
+        keys=torch.randint(0, 1 << 31, (count, 4), generator=generator),
+        uniforms=torch.rand(count, max(depths), generator=generator, dtype=torch.float64),
+        first_rows=torch.tensor([0, *rows]).cumsum(0)[:-1],
+        probs=torch.full((sum(rows), vocab), torch.nan),
+    )
+
+
 def _draft(
-    model: NativeDecoder, pages: Pages, fed: dict[str, list[int]], depths: dict[str, int]
+    model: NativeDecoder, pages: Pages, fed: dict[str, list[int]], depths: dict[str, int], choices: Choices
 ) -> dict[str, list[int]]:
-    drafted = model.draft(*_next(pages, fed), pages.kv_cache, torch.tensor([*depths.values()], dtype=torch.int32))
+    wanted = torch.tensor([*depths.values()], dtype=torch.int32)
+    drafted = model.draft(*_next(pages, fed), pages.kv_cache, wanted, choices)
     assert drafted.shape == (len(fed), max(depths.values()))
     return {name: row[: depths[name]] for name, row in zip(fed, drafted.tolist(), strict=True)}
 
 
-def _draft_in_passes(
-    model: NativeDecoder, pages: Pages, fed: dict[str, list[int]], depths: dict[str, int]
+def _in_passes(
+    model: NativeDecoder, pages: Pages, fed: dict[str, list[int]], depths: dict[str, int], choices: Choices
 ) -> dict[str, list[int]]:
+    """The same by one forward for each pass; writes `choices.probs` too."""
     drafts: dict[str, list[int]] = {name: [] for name in fed}
     lengths = {name: pages.lengths.get(name, 0) + len(ids) for name, ids in fed.items()}
+    index = {name: row for row, name in enumerate(fed)}
     while fed:
         token_ids, batch = _next(pages, fed)
         hidden = model.forward(token_ids, batch, pages.kv_cache)
-        tokens = model.logits(hidden[batch.query_starts[1:] - 1]).argmax(-1).tolist()
-        for name, token in zip(fed, tokens, strict=True):
-            drafts[name] += [token][: depths[name]]
+        logits = model.logits(hidden[batch.query_starts[1:] - 1])
+        for name, row in zip(fed, logits.split(1), strict=True):
+            if len(drafts[name]) < depths[name]:
+                drafts[name].append(_choose(choices, index[name], len(drafts[name]), row))
         fed = {name: drafts[name][-1:] for name in fed if len(drafts[name]) < depths[name]}
     pages.lengths |= lengths
     return drafts
+
+
+def _choose(choices: Choices, index: int, number: int, logits: Tensor) -> int:
+    """A draft of a sequence from its logits, [1, vocab], by the operations of sampling."""
+    mine = slice(index, index + 1)
+    kind = Choice(int(choices.kinds[index]))
+    limits = [getattr(choices, name)[mine] for name in ("temperatures", "top_k", "top_p", "min_p", "typical_p")]
+    if kind is Choice.MOST_PROBABLE:
+        chosen = ops.argmax(logits)
+    elif kind is Choice.BY_KEY:
+        ops.truncate_(logits, *limits)
+        chosen = ops.gumbel_argmax(logits, limits[0], choices.keys[mine] + torch.tensor([0, 0, number, 0]))
+    else:
+        ops.distribution_(logits, *limits)
+        choices.probs[choices.first_rows[index] + number] = logits[0]
+        chosen = ops.draw(logits, choices.uniforms[mine, number])
+    return int(chosen)
 
 
 def _next(pages: Pages, fed: dict[str, list[int]]) -> tuple[Tensor, PagedBatch]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import logging
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,14 +19,18 @@ SOURCE = '#include "toy.h"\nextern "C" int answer() { return ANSWER; }\n'
 
 def compiler_found() -> bool:
     try:
-        build._compiler()
+        build.find_compiler()
     except build.BuildError:
         return False
     return True
 
 
 needs_compiler = pytest.mark.skipif(not compiler_found(), reason="no C++ compiler")
-load: Callable[[str], ctypes.CDLL] = build.load.__wrapped__  # as a process does that has loaded nothing yet
+
+
+def load(name: str) -> ctypes.CDLL:
+    """As a process does that has loaded nothing yet."""
+    return build._load.__wrapped__(name, build.march())
 
 
 @pytest.fixture
@@ -87,10 +94,125 @@ def test_a_refused_source_says_why_and_leaves_nothing(sources: Path, cache: Path
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_made_is_a_build_error(sources: Path, cache: Path) -> None:
-    cache.write_text("a file, where a folder should be")
-    with pytest.raises(build.BuildError, match="cache"):
+def test_a_failed_command_is_named_with_the_end_of_its_complaints(sources: Path, cache: Path) -> None:
+    (sources / "toy.cpp").write_text("".join(f"#error complaint {i:03d}\n" for i in range(100)))
+    with pytest.raises(build.BuildError) as caught:
         load("toy")
+    command, *reason = str(caught.value).splitlines()
+    assert build.find_compiler() in command
+    assert str(sources / "toy.cpp") in command
+    assert len(reason) == build.LAST_LINES
+    assert "complaint 099" in str(reason)
+    assert "complaint 000" not in str(reason)
+
+
+def cannot_be_written(folder: Path) -> None:
+    """Also by root, whom permissions do not stop."""
+    folder.write_text("a file, where a folder should be")
+
+
+@needs_compiler
+def test_without_a_cache_it_serves_and_warns_once(
+    sources: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cannot_be_written(cache)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (sources / "other.cpp").write_text(SOURCE)
+    assert [load(name).answer() for name in ("toy", "other", "toy")] == [41] * 3
+    warnings = [record.getMessage() for record in caplog.records if "cannot be kept" in record.getMessage()]
+    assert len(warnings) == 1
+    assert str(cache) in warnings[0]
+    assert build.CACHE_VARIABLE in warnings[0]
+    (folder,) = (tmp_path / "temporary").iterdir()
+    assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == ["other", "toy"]
+
+
+@needs_compiler
+def test_what_a_process_alone_has_goes_with_it(sources: Path, cache: Path, tmp_path: Path) -> None:
+    cannot_be_written(cache)
+    code = (
+        "import sys; from pathlib import Path; from paceline_kernels.cpu import build;"
+        "build.SOURCES = Path(sys.argv[1]); print(build.load('toy').answer())"
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(sources)],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "41\n"
+    assert [line.split(",")[0] for line in done.stderr.splitlines()] == [
+        "paceline: compiled code cannot be kept",
+        "paceline: compiling toy for this CPU (once",
+    ]
+    assert list(temporary.iterdir()) == []
+
+
+@needs_compiler
+def test_no_place_at_all_is_a_build_error(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cannot_be_written(cache)
+    monkeypatch.setattr("tempfile.tempdir", str(cache / "nowhere"))
+    with pytest.raises(build.BuildError, match="toy cannot be compiled"):
+        load("toy")
+
+
+@needs_compiler
+def test_a_cache_that_others_filled_need_not_be_writable(
+    sources: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load("toy")
+    (kept,) = cache.iterdir()
+    assert kept.stat().st_mode & 0o005 == 0o005, "others may read and execute it"
+    caplog.clear()
+
+    def refuse_to_write(folder: Path | None) -> Path:
+        raise PermissionError(str(folder))
+
+    monkeypatch.setattr(build, "_writable", refuse_to_write)
+    assert load("toy").answer() == 41
+    assert caplog.records == []
+
+
+@needs_compiler
+def test_compiling_is_said_once(sources: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load("toy")
+    load("toy")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "compiling toy for this CPU" in record.getMessage()
+
+
+@needs_compiler
+def test_each_march_has_its_library(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, too."""
+    (sources / "toy.h").write_text("#ifdef __AVX2__\n#define ANSWER 2\n#else\n#define ANSWER 1\n#endif\n")
+    answers = {}
+    for march in ("x86-64", "haswell", "x86-64"):
+        monkeypatch.setenv(build.MARCH_VARIABLE, march)
+        answers[march] = build.load("toy").answer()
+    assert answers == {"x86-64": 1, "haswell": 2}
+    assert len(list(cache.iterdir())) == 2
+
+
+@needs_compiler
+def test_one_openmp_runtime() -> None:
+    """The one that torch has loaded: after all libraries have come and computed."""
+    code = """
+import torch
+from paceline_kernels.cpu import ceilings, decoder, sampling
+from paceline_kernels.cpu.decoder import Kind, Matrix
+assert sampling.available() and decoder.available() is None and ceilings.available() is None
+torch.ones(512, 512) @ torch.ones(512, 512)
+decoder.linear(torch.ones(1, 64), Matrix(Kind.FLOAT32, 64, 64))
+names = {line.split("/")[-1].strip() for line in open("/proc/self/maps") if "/" in line}
+print(*(name for name in names if name.startswith(("libgomp", "libomp", "libiomp"))), sep="\\n")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(done.stdout.split()) == 1, done.stdout
 
 
 def test_no_compiler_is_a_build_error(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,12 +227,46 @@ def test_without_a_compiler_sampling_is_not_available(cache: Path, monkeypatch: 
     assert sampling._library.__wrapped__() is None
 
 
-def test_a_user_without_a_home_is_a_build_error(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_compiler
+def test_a_user_without_a_home_is_served(
+    sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv(build.CACHE_VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(build.BuildError, match=build.CACHE_VARIABLE):
-        build._cache()
+    assert load("toy").answer() == 41
+    assert "no home" in caplog.text
+
+
+def test_every_library_is_built_ahead() -> None:
+    assert {path.stem for path in build.SOURCES.glob("*.cpp")} == set(build.LIBRARIES)
+
+
+@needs_compiler
+def test_building_ahead(sources: Path, cache: Path) -> None:
+    """What `make setup` does, with libraries that compile faster."""
+    (sources / "other.cpp").write_text(SOURCE)
+    (sources / "wrong.cpp").write_text("#error not today\n")
+
+    def run(names: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        code = (
+            "import sys; from pathlib import Path; from paceline_kernels.cpu import build;"
+            "build.SOURCES, build.LIBRARIES = Path(sys.argv[1]), sys.argv[2:];"
+            "from paceline_kernels.cpu.__main__ import main; main()"
+        )
+        return subprocess.run([sys.executable, "-c", code, str(sources), *names], capture_output=True, text=True)
+
+    done = run(("toy", "other"))
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["toy", "other"]
+    assert all(f"compiling {name} for this CPU" in done.stderr for name in ("toy", "other"))
+    assert {path.name.split("-")[0] for path in cache.iterdir()} == {"toy", "other"}
+    failed = run(("wrong", "toy"))
+    assert failed.returncode == 1
+    assert failed.stdout.startswith("toy: ")
+    assert "wrong: " in failed.stderr
+    assert "not today" in failed.stderr
+    assert "Traceback" not in failed.stderr

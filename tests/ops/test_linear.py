@@ -157,7 +157,7 @@ def test_the_number_of_threads_changes_nothing(format_: tuple[Kind, torch.dtype]
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("format_", FORMATS, ids=str)
-def test_a_row_that_is_not_finite_spoils_no_other(format_: tuple[Kind, torch.dtype], bad: float) -> None:
+def test_rows_that_are_not_finite_spoil_no_other(format_: tuple[Kind, torch.dtype], bad: float) -> None:
     torch.manual_seed(0)
     kind, dtype = format_
     x, matrix = torch.randn(40, 100).to(dtype), packed(kind, torch.randn(50, 100), None, [])

@@ -20,7 +20,7 @@ from support.pages import Pages
 pytestmark = needs_compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Values are within -1 and 1: results err by what weights and results are rounded by, twice half a unit in the last place.
+# Values are within -1 and 1: the error is that of rounding the weights, and then the result.
 ACCURACY = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 LONGEST = 400
 Runs = Sequence[tuple[str, int]]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +31,7 @@ from paceline.core.params import (
 from paceline.core.plan import Admission, SequenceWork
 from paceline.core.scheduler import Scheduler
 from paceline.core.sequence import Sequence
-from paceline.models import Decoder, load_model
+from paceline.models import Model, load_model, load_native
 from paceline.runner import Draft, KVCache, ModelRunner
 from paceline.runner.positions import Positions
 from paceline.runner.sampler import distribution_, edit_
@@ -37,6 +39,7 @@ from paceline.runner.verification.coupled import choose_
 from paceline.sim import Arrival, VirtualClock, simulate
 from paceline.speculation import DraftModel
 from runner.rows import Following
+from support.native import needs_compiler
 from support.pairs import tiny_pair
 
 CPU = torch.device("cpu")
@@ -60,7 +63,7 @@ class Checked(DraftModel):
 
     reference: torch.nn.Module
 
-    def __init__(self, model: Decoder, kv_cache: KVCache, seed: int) -> None:
+    def __init__(self, model: Model, kv_cache: KVCache, seed: int) -> None:
         super().__init__(model, kv_cache, seed)
         self.drafted = dict.fromkeys(Verification, 0)
 
@@ -100,9 +103,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 PENALTIES = {"repetition_penalty": 1.25, "presence_penalty": 0.5, "frequency_penalty": 0.75}
-KINDS = [
+Kinds = list[tuple[SamplingParams, SpeculationParams]]
+GREEDY: Kinds = [(SamplingParams(temperature=0.0), SpeculationParams())]
+KINDS: Kinds = [
+    *GREEDY,
     (SamplingParams(temperature=0.9, top_p=0.9), SpeculationParams()),
-    (SamplingParams(temperature=0.0), SpeculationParams()),
     (SamplingParams(temperature=0.75, top_k=40, seed=5, logit_bias=((7, 2.0),)), SpeculationParams()),
     (SamplingParams(**PENALTIES), SpeculationParams(verification=Verification.TOKEN_WISE)),
     (SamplingParams(temperature=0.0, **PENALTIES), SpeculationParams()),
@@ -111,14 +116,27 @@ KINDS = [
 ]
 
 
+@pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiler)])
+def load(request: pytest.FixtureRequest) -> Callable[[Path], Model]:
+    """Both backends."""
+    if request.param == "native":
+        return partial(load_native, dtype=torch.float32)
+    return partial(load_model, dtype=torch.float32, device=CPU)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("depths", [(3,), (0, 0, 2), (1, 5, 0, 0, 0, 0, 4)], ids=str)
-def test_proposals_are_the_draft_models_own(pair: tuple[Path, Path], depths: tuple[int, ...], lag: int) -> None:
-    """For every rule, with penalties and truncation, with several sequences and rules in a batch."""
-    target, draft = (load_model(path, torch.float32, CPU) for path in pair)
-    drafter = Checked(draft, KVCache(draft.config, BLOCKS, BLOCK_SIZE, torch.float32, CPU), seed=3)
+@pytest.mark.parametrize("kinds", [KINDS, GREEDY], ids=["every rule", "greedy"])
+def test_proposals_are_the_draft_models_own(
+    pair: tuple[Path, Path], load: Callable[[Path], Model], kinds: Kinds, depths: tuple[int, ...], lag: int
+) -> None:
+    """For every rule, with penalties and truncation, with several sequences and rules in a batch; and by argmax alone,
+    which the native backend does in one call.
+    """
+    target, draft = map(load, pair)
+    drafter = Checked(draft, KVCache(draft, BLOCKS, BLOCK_SIZE), seed=3)
     drafter.reference = AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.float32)
-    kv_cache = KVCache(target.config, BLOCKS, BLOCK_SIZE, torch.float32, CPU)
+    kv_cache = KVCache(target, BLOCKS, BLOCK_SIZE)
     runner = ModelRunner(target, kv_cache, {Method.DRAFT_MODEL: drafter}, seed=3)
     config = SchedulerConfig(
         BLOCKS,
@@ -136,14 +154,14 @@ def test_proposals_are_the_draft_models_own(pair: tuple[Path, Path], depths: tup
             request_id=i,
             prompt_token_ids=tuple(rng.randrange(1, 320) for _ in range(rng.choice([1, 3, 20, 33]))),
             stop=StopParams(max_tokens=rng.randint(2, 31), ignore_eos=True),
-            sampling=KINDS[i % len(KINDS)][0],
-            speculation=KINDS[i % len(KINDS)][1],
+            sampling=kinds[i % len(kinds)][0],
+            speculation=kinds[i % len(kinds)][1],
         )
         for i in range(14)
     ]
     with torch.inference_mode():
         trace = simulate(Scheduler(config, Cycle(*depths)), runner, arrivals, VirtualClock(), lag=lag, check=True)
-    assert all(drafter.drafted.values()), drafter.drafted
+    assert kinds is GREEDY or all(drafter.drafted.values()), drafter.drafted
     assert sum(drafter.drafted.values()) > 40
     assert sum(stats.accepted_tokens for stats in trace.finished.values()) > 5
     assert sum(stats.preemptions for stats in trace.finished.values()) > 0, "the pool is meant to be too small"
@@ -155,9 +173,9 @@ PROMPT = (3, 1, 4, 1, 5, 9)
 
 
 @pytest.fixture
-def drafter(pair: tuple[Path, Path]) -> DraftModel:
-    model = load_model(pair[1], torch.float32, CPU)
-    return DraftModel(model, KVCache(model.config, BLOCKS, BLOCK_SIZE, torch.float32, CPU), seed=3)
+def drafter(pair: tuple[Path, Path], load: Callable[[Path], Model]) -> DraftModel:
+    model = load(pair[1])
+    return DraftModel(model, KVCache(model, BLOCKS, BLOCK_SIZE), seed=3)
 
 
 def admitted(place: int, depth: int, params: SequenceParams) -> tuple[Sequence, SequenceWork]:
@@ -254,3 +272,25 @@ def test_a_seeded_draft_is_the_same_in_every_batch_and_at_every_depth(drafter: D
     assert (two.token_ids, one.token_ids) == (whole.token_ids[:2], whole.token_ids[:1])
     (other,) = drafter.propose([admitted(0, 4, replace(params, sampling=SamplingParams(seed=2)))])
     assert other.token_ids != whole.token_ids
+
+
+@needs_compiler
+@pytest.mark.parametrize("verification", Verification)
+def test_the_native_backend_drafts_in_one_call(
+    pair: tuple[Path, Path], verification: Verification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To every depth, beside a sequence that the draft model only reads: what torch drafts, pass by pass."""
+    depths = [3, 0, 1, 4]
+    native = load_native(pair[1], torch.float32)
+    monkeypatch.setattr(native, "forward", lambda *_: pytest.fail("a pass by itself"))
+    found = []
+    for model in (load_model(pair[1], torch.float32, CPU), native):
+        drafter = DraftModel(model, KVCache(model, BLOCKS, BLOCK_SIZE), seed=3)
+        batch = [admitted(place, depth, params_of(verification)) for place, depth in enumerate(depths)]
+        drafts = drafter.propose(batch)
+        assert [len(draft.token_ids) for draft in drafts] == depths
+        assert all((draft.probs is not None) == (verification in DRAWN and bool(draft.token_ids)) for draft in drafts)
+        computed = [sequence.num_draft_computed for sequence, _ in batch]
+        # Draws differ: torch makes those of a pass together, the native backend those of a sequence.
+        found.append((computed, [] if verification in DRAWN else [draft.token_ids for draft in drafts]))
+    assert found[0] == found[1]

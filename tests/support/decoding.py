@@ -82,3 +82,23 @@ def run_logits(model: Model, prompt: list[int], runs: list[int]) -> Tensor:
             hidden = model.forward(ids, pages.batch([("prompt", len(ids))]), pages.kv_cache)
             parts.append(model.logits(hidden))
     return torch.cat(parts)
+
+
+def assert_batches_change_nothing(model: Model) -> None:
+    """A prompt whole and a token at a time against random chunks, verifications of 5 rows, and 16 sequences at once:
+    the same logits to the bit.
+    """
+    choose = random.Random(2)
+    vocab = model.config.vocab_size
+    prompts = {str(i): [choose.randrange(vocab) for _ in range(choose.randint(60, 90))] for i in range(16)}
+    prompt = prompts["0"]
+    decodes = [1] * (len(prompt) - 50)
+    alone = run_logits(model, prompt, [50, *decodes])
+    assert torch.equal(run_logits(model, prompt, [len(prompt)]), alone), "whole"
+    assert torch.equal(run_logits(model, prompt, [17, 3, 30, *decodes]), alone), "in chunks"
+    verifications = [5] * (len(decodes) // 5)
+    rest = len(decodes) - 5 * len(verifications)
+    assert torch.equal(run_logits(model, prompt, [50, *verifications, *[1] * rest]), alone), "with four drafts"
+    for seed in range(3):  # each has a size of blocks, which may have bits of its own
+        by_itself = paged_logits(model, {"0": prompt}, seed)["0"]
+        assert torch.equal(paged_logits(model, prompts, seed)["0"], by_itself), "in a batch of 16"

@@ -37,7 +37,7 @@ class Pages:
         random.Random(seed).shuffle(self._free)
 
     def batch(self, runs: Sequence[tuple[str, int]]) -> PagedBatch:
-        """The next `rows` positions, 0 or more, of each named sequence, as one batch; their length grows by that much."""
+        """The next `rows` positions (maybe 0) of each named sequence, as one batch; their length grows by that much."""
         starts = [0]
         for name, rows in runs:
             begin = self.lengths.get(name, 0)

@@ -12,7 +12,7 @@ from paceline_kernels.cpu.build import LIBRARIES, BuildError, build, march
 def main() -> None:
     """Compile as many libraries at once as there are cores; exit status 1 if one cannot be."""
     target = march()
-    with ThreadPoolExecutor(min(len(LIBRARIES), len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(min(len(LIBRARIES), os.cpu_count() or 1)) as pool:
         libraries = {name: pool.submit(build, name, target) for name in LIBRARIES}
         failed = False
         for name, library in libraries.items():

@@ -20,7 +20,6 @@ namespace attention {
 
 constexpr int CHUNK = 8;             // groups of 16 positions between two corrections; even, since a tile takes two
 constexpr int64_t QUERIES = 128;     // that meet a chunk while it is in the cache
-constexpr int UNSEEN = INT32_MAX;    // the position of a lane that nobody uses
 constexpr int ROWS = 4;              // of a matrix, whose sums a thread keeps in registers
 constexpr float LOG2_E = 1.44269504f;
 const Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -157,6 +156,7 @@ public:
     Attention(const Batch& batch, const Pages& pages, int64_t num_heads, float scale)
         : pages_(pages),
           sharing_(num_heads / pages.num_kv_heads),
+          groups_(pages.groups()),
           width_(round_up(pages.head_dim, LANES)),
           scale_(scale * attention::LOG2_E),
           tiles_(std::is_same_v<T, bfloat16> && pages.head_dim % PIECE<T> == 0 && has_tiles()) {
@@ -203,12 +203,23 @@ private:
         int64_t kv_head;
     };
 
-    // The groups of a chunk, their number made even by one that nobody sees.
+    // Up to 16 positions, from `begin`.
+    struct Group {
+        const T *keys, *values;
+        int64_t begin, count;
+
+        // How many of them, from the first, belong to the first `visible` positions.
+        int64_t seen(int64_t visible) const { return std::clamp<int64_t>(visible - begin, 0, count); }
+    };
+
+    // An even number of groups.
     struct Chunk {
         int64_t count = 0;
-        int32_t last = 0;  // of the positions
-        const T *keys[attention::CHUNK], *values[attention::CHUNK];
-        Ints positions[attention::CHUNK];
+        Group groups[attention::CHUNK];
+
+        bool all_seen(int64_t visible) const {
+            return std::all_of(groups, groups + count, [&](const Group& group) { return group.seen(visible) == LANES; });
+        }
     };
 
     // The softmax of 16 queries, as far as it has come. A weight is 2^(score - base).
@@ -236,29 +247,26 @@ private:
 
     // Groups up to the one of a position, in the order of positions.
     int64_t groups_until(int64_t position) const {
-        return position / pages_.block_size * pages_.groups() + position % pages_.block_size / LANES + 1;
+        return position / pages_.block_size * groups_ + position % pages_.block_size / LANES + 1;
     }
 
+    // Of the groups from `first` that the piece sees, as many as a chunk has. The count is made even by an empty group.
     Chunk chunk(const Layer& layer, const Piece& piece, int64_t first) const {
         Chunk chunk;
         const int64_t count = std::min<int64_t>(attention::CHUNK, groups_until(piece.context() - 1) - first);
-        for (; chunk.count < count; ++chunk.count) {
-            const int64_t group = first + chunk.count;
-            const int64_t block = group / pages_.groups(), offset = group % pages_.groups() * LANES;
+        int64_t block = first / groups_, offset = first % groups_ * LANES;
+        while (chunk.count < count) {
             const int64_t begin = pages_.group(piece.blocks[block], layer.kv_head, offset);
-            chunk.keys[chunk.count] = layer.keys + begin;
-            chunk.values[chunk.count] = layer.values + begin;
-            const Ints offsets = attention::LANE + (int32_t)offset;
-            chunk.positions[chunk.count] = offsets < (int32_t)pages_.block_size
-                                               ? offsets + (int32_t)(block * pages_.block_size)
-                                               : Ints{} + attention::UNSEEN;
-            chunk.last = std::max(chunk.last, chunk.positions[chunk.count][LANES - 1]);
+            chunk.groups[chunk.count++] = {layer.keys + begin, layer.values + begin, block * pages_.block_size + offset,
+                                           std::min<int64_t>(LANES, pages_.block_size - offset)};
+            __builtin_prefetch(layer.keys + begin);
+            __builtin_prefetch(layer.values + begin);
+            offset += LANES;
+            if (offset >= pages_.block_size) offset = 0, ++block;
         }
         if (count % 2 == 1) {
-            chunk.keys[count] = chunk.keys[count - 1];
-            chunk.values[count] = chunk.values[count - 1];
-            chunk.positions[count] = Ints{} + attention::UNSEEN;
-            chunk.last = attention::UNSEEN;
+            chunk.groups[count] = chunk.groups[count - 1];
+            chunk.groups[count].count = 0;
             ++chunk.count;
         }
         return chunk;
@@ -289,13 +297,11 @@ private:
         bool finite = true;
         for (int64_t g = 0; g < chunk.count; ++g) {
             T* const group = to + g * LANES * width_;
-            const Ints& positions = chunk.positions[g];
-            if (positions[LANES - 1] < piece.visible && width_ == pages_.head_dim) {
-                std::memcpy(group, chunk.values[g], LANES * width_ * sizeof(T));
+            const T* const from = chunk.groups[g].values;
+            if (chunk.groups[g].seen(piece.visible) == LANES && width_ == pages_.head_dim) {
+                std::memcpy(group, from, LANES * width_ * sizeof(T));
             } else {
-                int64_t seen = 0;
-                while (seen < LANES && positions[seen] < piece.context()) ++seen;
-                finite &= copy_seen(group, chunk.values[g], seen);
+                finite &= copy_seen(group, from, chunk.groups[g].seen(piece.context()));
             }
         }
         return finite || piece.rows == 1;
@@ -338,7 +344,7 @@ private:
 
     // One chunk for `count` queries from `query`.
     void add_chunk(const Memory& memory, const Chunk& chunk, const Piece& piece, int64_t query, int64_t count) const {
-        const auto keys = [&](int64_t group) { return chunk.keys[group]; };
+        const auto keys = [&](int64_t group) { return chunk.groups[group].keys; };
         product(memory.scores, POSITIONS, memory.queries + query * pages_.head_dim, pages_.head_dim, count, chunk.count,
                 attention::Right<T, decltype(keys)>{pages_.head_dim / PAIR<T>, LANES * PAIR<T>, keys});
         const Floats correction = weigh(memory, chunk, piece, query, count);
@@ -380,7 +386,7 @@ private:
         for (int64_t i = 0; i < count; ++i) {
             float* const scores = memory.scores + i * POSITIONS;
             const int64_t visible = piece.visible + (query + i) / sharing_;
-            if (visible <= chunk.last) hide(scores, chunk, visible);
+            if (!chunk.all_seen(visible)) hide(scores, chunk, visible);
             Floats most = load(scores);
             for (int64_t g = 1; g < chunk.count; ++g) {
                 const Floats some = load(scores + g * LANES);
@@ -412,7 +418,7 @@ private:
 
     static void hide(float* scores, const Chunk& chunk, int64_t visible) {
         for (int64_t g = 0; g < chunk.count; ++g) {
-            const Ints seen = chunk.positions[g] < (int32_t)visible;
+            const Ints seen = attention::LANE < (int32_t)chunk.groups[g].seen(visible);
             store(scores + g * LANES, seen ? load(scores + g * LANES) : all(-INFINITY));
         }
     }
@@ -439,7 +445,7 @@ private:
     }
 
     Pages pages_;
-    int64_t sharing_, width_;
+    int64_t sharing_, groups_, width_;
     float scale_;
     bool tiles_;
     std::vector<Piece> pieces_;

@@ -5,7 +5,7 @@ ahead. Compiling takes a while and happens in the middle of something else, so i
 stderr although a program has not configured its logging.
 
 There is one OpenMP runtime in a process, the one that torch has loaded, and libraries are linked against it by path: a
-second one would bring a second pool of threads, which spins against the first. `paceline doctor` shows which are loaded.
+second one would bring a second pool of threads, which spins against the first. `paceline doctor` shows what is loaded.
 """
 
 from __future__ import annotations

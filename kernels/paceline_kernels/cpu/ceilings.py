@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -112,7 +113,7 @@ class ReadCeiling:
 
     def _rate(self, walk: Walk) -> float:
         size = self._data.numel() * self._data.itemsize
-        return size / median_seconds(lambda: read(self._data, walk, self.threads))
+        return size / median_seconds(partial(read, self._data, walk, self.threads))
 
 
 def buffer(size: int) -> Tensor:
@@ -145,7 +146,7 @@ def multiply(kind: Kind, rounds: int, threads: int) -> int:
 def multiply_rate(kind: Kind, threads: int) -> float:
     """Operations per second, with the fastest instructions there are for numbers of this kind."""
     rounds = 1 << 10
-    while median_seconds(lambda: multiply(kind, rounds, 1), least=0.0) < LEAST_SECONDS / 5:
+    while median_seconds(partial(multiply, kind, rounds, 1), least=0.0) < LEAST_SECONDS / 5:
         rounds *= 2  # until starting and ending the threads is nothing beside it
     operations = multiply(kind, rounds, threads)
-    return operations / median_seconds(lambda: multiply(kind, rounds, threads))
+    return operations / median_seconds(partial(multiply, kind, rounds, threads))

@@ -60,6 +60,24 @@ class _Batch(ctypes.Structure):
     ]
 
 
+class _Choices(ctypes.Structure):
+    _fields_ = [
+        (name, _POINTER)
+        for name in (
+            "kinds",
+            "temperatures",
+            "top_k",
+            "top_p",
+            "min_p",
+            "typical_p",
+            "keys",
+            "uniforms",
+            "first_rows",
+            "probs",
+        )
+    ]
+
+
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "packed_bytes": ([ctypes.c_int, _INT, _INT], _INT),
     "pack": ([ctypes.c_int, _BOOL, *[_POINTER] * 3, *[_INT] * 4], None),
@@ -67,7 +85,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "delete": ([_BOOL, _POINTER], None),
     "forward": ([_BOOL, _POINTER, ctypes.POINTER(_Batch), _POINTER], None),
     "logits": ([_BOOL, _POINTER, _POINTER, _INT, _INT, _POINTER], None),
-    "draft": ([_BOOL, _POINTER, ctypes.POINTER(_Batch), _POINTER, _INT, _POINTER], None),
+    "draft": ([_BOOL, _POINTER, ctypes.POINTER(_Batch), _POINTER, _INT, ctypes.POINTER(_Choices), _POINTER], None),
     "linear": ([_BOOL, _POINTER, ctypes.POINTER(_Matrix), _INT, _INT, _POINTER], None),
     "store_kv": ([_BOOL, *[_POINTER] * 2, ctypes.POINTER(_Batch), _INT, _INT], None),
     "paged_attention": ([_BOOL, _POINTER, ctypes.POINTER(_Batch), _INT, _INT, _INT, ctypes.c_float, _POINTER], None),
@@ -186,6 +204,35 @@ class Weights:
     head: Matrix
 
 
+class Choice(enum.IntEnum):
+    """How a draft is chosen from its logits."""
+
+    MOST_PROBABLE = 0
+    BY_KEY = 1  # cut, then `gumbel_argmax`
+    DRAWN = 2  # from what `distribution_` makes of them
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How each sequence's drafts are chosen; [num_seqs] unless said otherwise, in the sense of `sampling`."""
+
+    kinds: Tensor  # int32, of Choice
+    temperatures: Tensor  # float32
+    top_k: Tensor  # int64
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
+    typical_p: Tensor  # float32
+    keys: Tensor  # [num_seqs, 4] int64: of the first draft; the position grows by one with each
+    uniforms: Tensor  # [num_seqs, largest depth] float64: what draws go by
+    first_rows: Tensor  # int64: where a sequence's rows of probs begin
+    probs: Tensor  # [rows, vocab] float32: what its drafts are drawn from
+
+    @property
+    def struct(self) -> _Choices:
+        """Valid while this object lives."""
+        return _Choices(*(getattr(self, field[0]).data_ptr() for field in _Choices._fields_))
+
+
 class Decoder:
     """Runs a decoder of dtype float32 or bfloat16. One call at a time, from any thread.
 
@@ -259,17 +306,24 @@ class Decoder:
         return out
 
     def draft(
-        self, token_ids: Tensor, batch: PagedBatch, kv_cache: Sequence[tuple[Tensor, Tensor]], depths: Tensor
+        self,
+        token_ids: Tensor,
+        batch: PagedBatch,
+        kv_cache: Sequence[tuple[Tensor, Tensor]],
+        depths: Tensor,
+        choices: Choices,
     ) -> Tensor:
-        """Greedy continuations: the rows of the batch, then each sequence's own drafts, fed back all but the last.
+        """Run ahead: the rows of the batch, then each sequence's own drafts, fed back all but the last.
 
         Args:
             depths: tokens to draft for each sequence, [num_seqs] int32.
+            choices: how; its `probs` are written.
 
         Returns:
             [num_seqs, largest depth] int64; what stands behind a sequence's depth is undefined.
         """
         largest = int(depths.max())
+        assert choices.uniforms.shape == (len(depths), largest)
         out = torch.empty(len(depths), largest, dtype=torch.int64)
         self._library.paceline_draft(
             self._bf16,
@@ -277,6 +331,7 @@ class Decoder:
             self._batch(token_ids, batch, kv_cache),
             depths.data_ptr(),
             largest,
+            choices.struct,
             out.data_ptr(),
         )
         return out

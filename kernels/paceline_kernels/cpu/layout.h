@@ -191,3 +191,22 @@ private:
     void* data_ = nullptr;
     size_t size_ = 0;
 };
+
+// Memory that begins as zeros, and whose padding therefore stays so as long as nobody writes there.
+template <class T>
+class Zeroed {
+public:
+    T* get(int64_t elements) {
+        if (elements > size_) {
+            size_ = elements;
+            data_ = scratch_.get<T>(elements);
+            std::memset((void*)data_, 0, elements * sizeof(T));
+        }
+        return data_;
+    }
+
+private:
+    Scratch scratch_;
+    T* data_ = nullptr;
+    int64_t size_ = 0;
+};

@@ -15,13 +15,6 @@ Depth = Annotated[str, typer.Option(help="off, auto or fixed depths, comma-separ
 Rounds = Annotated[int, typer.Option(min=1, help="Times that every cell is measured; medians are shown.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 
-
-def _parse_size(text: str) -> int:
-    from paceline.cli import parse_size  # which imports this module
-
-    return parse_size(text)
-
-
 app = typer.Typer(help="Measure the engine against itself, in one run.", no_args_is_help=True)
 
 
@@ -153,16 +146,15 @@ def limits(
     draft: Annotated[str, typer.Option(help="Draft directory, or demo.")] = "demo",
     rounds: Rounds = 5,
     dtype: Dtype = "auto",
-    kv_cache_memory: Annotated[
-        int, typer.Option(parser=_parse_size, metavar="SIZE", help="Memory for KV of each engine.")
-    ] = 256 << 20,
+    kv_cache_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for KV of each engine.")] = "256MiB",
     json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
 ) -> None:
     """How near the native backend comes to this machine's bandwidth, arithmetic and memory."""
     from paceline.bench.limits import measure, render, to_json
+    from paceline.cli import parse_size  # which imports this module
     from paceline.wiring import EngineSettings
 
-    settings = EngineSettings(model=model, draft=draft, dtype=dtype, kv_cache_memory=kv_cache_memory)
+    settings = EngineSettings(model=model, draft=draft, dtype=dtype, kv_cache_memory=parse_size(kv_cache_memory))
     measured = measure(settings, rounds)
     render(measured, title=f"{model} with draft {draft}: medians of {rounds} rounds")
     if json_out is not None:

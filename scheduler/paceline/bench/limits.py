@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from paceline import demo
+from paceline.bench.report import FILE_WIDTH
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import FailedPrecondition, InvalidArgument
@@ -34,7 +35,7 @@ from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels import PagedBatch
 from paceline_kernels.cpu import ceilings, decoder
 from paceline_kernels.cpu.ceilings import ReadCeiling, median_seconds
-from paceline_kernels.cpu.decoder import Kind
+from paceline_kernels.cpu.decoder import Choice, Choices, Kind
 from paceline_kernels.cpu.memory import zeros
 
 BLOCK = 16  # tokens
@@ -145,7 +146,7 @@ def matrix_elements(config: ModelConfig) -> int:
 
 
 def streamed_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Weights that one decode step reads: every matrix and the head; neither embeddings nor norms, scales or padding."""
+    """Weights that a decode step reads: every matrix and the head; without embeddings, norms, scales and padding."""
     return (matrix_elements(config) + config.vocab_size * config.hidden_size) * itemsize
 
 
@@ -226,6 +227,10 @@ def _kind(model: NativeDecoder) -> Kind:
     return Kind.BFLOAT16 if model.dtype == torch.bfloat16 else Kind.FLOAT32
 
 
+def _name(model: NativeDecoder) -> str:
+    return _kind(model).name.lower()
+
+
 def _itemsize(model: NativeDecoder) -> int:
     return 1 if model.int8 else model.dtype.itemsize
 
@@ -252,11 +257,11 @@ def _decode_turns(engine: Engine, kv_cache: KVCache, ceiling: Callable[[], float
     model = _target(engine)
     size = streamed_bytes(model.config, _itemsize(model))
     for sequences in BATCHES:
-        name = f"{_kind(model).name.lower()}, {sequences} rows"
+        name = f"{_name(model)}, {sequences} sequences" if sequences > 1 else f"{_name(model)}, 1 sequence"
         call = partial(_forward_and_logits, model, *_decoding(model, sequences), kv_cache)
         figure = Figure("decode, model", name, "GB/s", size)
         yield _Turn(figure, partial(median_seconds, call), ceiling)
-        figure = Figure("decode, engine step", name, "GB/s", size)
+        figure = Figure("decode, engine", name, "GB/s", size)
         yield _Turn(figure, partial(_engine_seconds, engine, sequences), ceiling)
 
 
@@ -294,9 +299,7 @@ def _prefill_turns(model: NativeDecoder, kv_cache: KVCache, threads: int) -> Ite
     for rows in _prefills(model):
         prompt = [i % model.config.vocab_size for i in range(rows)]
         token_ids, batch = flatten([Run(list(range(-(-rows // BLOCK))), 0, prompt)], BLOCK, model.device)
-        figure = Figure(
-            "prefill", f"{kind.name.lower()}, {rows} rows", "GFLOP/s", prefill_operations(model.config, rows)
-        )
+        figure = Figure("prefill", f"{_name(model)}, {rows} rows", "GFLOP/s", prefill_operations(model.config, rows))
         call = partial(model.forward, token_ids, batch, kv_cache)
         yield _Turn(figure, partial(median_seconds, call), partial(ceilings.multiply_rate, kind, threads))
 
@@ -326,7 +329,7 @@ def _attention_turn(model: NativeDecoder, size: int, ceiling: Callable[[], float
         for keys, values in layers:
             decoder.paged_attention(query, (keys, values), batch, config.head_dim**-0.5)
 
-    name = f"{_kind(model).name.lower()}, {ATTENTION_SEQUENCES} x {ATTENTION_CONTEXT} tokens x {ATTENTION_ROWS} rows"
+    name = f"{_name(model)}, {ATTENTION_SEQUENCES} x {ATTENTION_CONTEXT} tokens x {ATTENTION_ROWS} rows"
     figure = Figure("paged attention", name, "GB/s", layers.numel() * layers.itemsize)
     return _Turn(figure, partial(median_seconds, attend), ceiling)
 
@@ -334,9 +337,7 @@ def _attention_turn(model: NativeDecoder, size: int, ceiling: Callable[[], float
 def _draft_turn(model: NativeDecoder, kv_cache: KVCache, ceiling: Callable[[], float]) -> _Turn:
     """One pass for one sequence, over weights that stay wherever so many bytes stay."""
     call = partial(_forward_and_logits, model, *_decoding(model, 1), kv_cache)
-    figure = Figure(
-        "draft pass", f"{_kind(model).name.lower()}, 1 row", "GB/s", streamed_bytes(model.config, _itemsize(model))
-    )
+    figure = Figure("draft pass", f"{_name(model)}, 1 sequence", "GB/s", streamed_bytes(model.config, _itemsize(model)))
     return _Turn(figure, partial(median_seconds, call), ceiling)
 
 
@@ -344,8 +345,25 @@ def _pass_seconds(model: NativeDecoder, kv_cache: KVCache, depth: int) -> tuple[
     """Of a single pass, and of `depth` in one call."""
     token_ids, batch = _decoding(model, 1, ahead=depth)
     single = median_seconds(partial(_forward_and_logits, model, token_ids, batch, kv_cache))
-    depths = torch.tensor([depth], dtype=torch.int32)
-    return single, median_seconds(partial(model.draft, token_ids, batch, kv_cache, depths))
+    depths, choices = torch.tensor([depth], dtype=torch.int32), _greedy(depth, model.config.vocab_size)
+    return single, median_seconds(lambda: model.draft(token_ids, batch, kv_cache, depths, choices))
+
+
+def _greedy(depth: int, vocab_size: int) -> Choices:
+    """The most probable token of every pass, for one sequence."""
+    zero, one = torch.zeros(1), torch.ones(1)
+    return Choices(
+        kinds=torch.tensor([Choice.MOST_PROBABLE], dtype=torch.int32),
+        temperatures=zero,
+        top_k=zero.long(),
+        top_p=one,
+        min_p=zero,
+        typical_p=one,
+        keys=torch.zeros(1, 4, dtype=torch.int64),
+        uniforms=torch.zeros(1, depth, dtype=torch.float64),
+        first_rows=zero.long(),
+        probs=torch.empty(0, vocab_size),
+    )
 
 
 # ---- Memory, in processes of its own ----
@@ -420,6 +438,8 @@ def render(limits: Limits, title: str) -> None:
             f"{100 * figure.fraction:.0f}",
         )
     console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
     console.print(table)
     for some in limits.passes:
         milliseconds = 1e3 * median(some.single)

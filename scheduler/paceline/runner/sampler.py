@@ -52,7 +52,7 @@ def edit_(logits: Tensor, batch: Seq[Positions]) -> list[int]:
 def truncate_(logits: Tensor, batch: Seq[Positions]) -> None:
     """Set to -inf, in place, what temperature, min-p, typical-p, top-k and top-p leave out.  # [rows, vocab]"""
     if _any_truncated(batch):
-        ops.truncate_(logits, *_limits(logits, batch))
+        ops.truncate_(logits, *limits(batch, logits.shape[1], logits.device))
 
 
 def distribution_(logits: Tensor, batch: Seq[Positions]) -> Tensor:
@@ -62,7 +62,7 @@ def distribution_(logits: Tensor, batch: Seq[Positions]) -> Tensor:
         `logits`, [rows, vocab]: each row sums to 1, and is exactly 0 where a token was cut away.
     """
     if _any_truncated(batch):
-        ops.distribution_(logits, *_limits(logits, batch))
+        ops.distribution_(logits, *limits(batch, logits.shape[1], logits.device))
     else:
         ops.softmax_(logits, temperatures(batch, logits.device))
     return logits
@@ -82,9 +82,8 @@ def _any_truncated(batch: Seq[Positions]) -> bool:
     return any(p.params.sampling.truncated for p in batch)
 
 
-def _limits(logits: Tensor, batch: Seq[Positions]) -> tuple[Tensor, ...]:
-    """What `ops.truncate_` asks for besides the logits, [rows] each."""
-    vocab, device = logits.shape[1], logits.device
+def limits(batch: Seq[Positions], vocab: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `ops.truncate_` asks for besides the logits: temperature, top-k, top-p, min-p and typical-p, [rows] each."""
     sampling = [p.params.sampling for p in batch for _ in range(len(p))]
     return (
         temperatures(batch, device),

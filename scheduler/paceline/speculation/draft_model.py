@@ -17,11 +17,14 @@ from paceline.runner.drafter import Draft
 from paceline.runner.input_batch import Run, flatten
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.noise import Stream, Uniform
-from paceline.runner.positions import Positions
-from paceline.runner.sampler import distribution_, edit_
+from paceline.runner.positions import Positions, noise_keys
+from paceline.runner.sampler import distribution_, edit_, limits
 from paceline.runner.verification.coupled import choose_
+from paceline_kernels.cpu.decoder import Choice, Choices
 
 DRAWN = (Verification.TOKEN_WISE, Verification.BLOCK)  # rules that need the distribution a draft was drawn from
+
+CHOICES = {Verification.GREEDY: Choice.MOST_PROBABLE, Verification.COUPLED: Choice.BY_KEY}
 
 
 class DraftModel:
@@ -39,19 +42,53 @@ class DraftModel:
 
     def propose(self, batch: Seq[tuple[Sequence, SequenceWork]]) -> list[Draft]:
         gaps = [sequence.draft_gap(work) for sequence, work in batch]
-        if isinstance(self.model, NativeDecoder) and all(_plain(sequence, work) for sequence, work in batch):
-            return self._propose_natively(self.model, batch, gaps)
-        runs = [Run(s.block_ids, s.num_draft_computed, gap) for (s, _), gap in zip(batch, gaps, strict=True) if gap]
-        for (sequence, work), gap in zip(batch, gaps, strict=True):
-            sequence.num_draft_computed += len(gap)
+        proposal = _Proposal(batch, self.model.config.vocab_size, self.model.device)
+        reading = [i for i, gap in enumerate(gaps) if gap]
+        if isinstance(self.model, NativeDecoder):
+            alone = [i for i in reading if not batch[i][0].params.edits_logits]
+            self._run_ahead(self.model, batch, alone, gaps, proposal)
+            reading = [i for i in reading if batch[i][0].params.edits_logits]
+        self._pass_by_pass(batch, reading, gaps, proposal)
+        return proposal.drafts()
+
+    def _run_ahead(
+        self,
+        model: NativeDecoder,
+        batch: Seq[tuple[Sequence, SequenceWork]],
+        chosen: list[int],
+        gaps: list[list[int]],
+        proposal: _Proposal,
+    ) -> None:
+        """All passes of some sequences in one call; nothing but the model has to be asked for their logits."""
+        if not chosen:
+            return
+        sequences, depths = [batch[i][0] for i in chosen], [batch[i][1].num_drafts for i in chosen]
+        runs = [Run(s.block_ids, s.num_draft_computed, gaps[i]) for i, s in zip(chosen, sequences, strict=True)]
+        layout = flatten(runs, self.kv_cache.block_size, model.device, ahead=max(depths))
+        choices = proposal.choices(chosen, self._noise)
+        proposed = model.draft(*layout, self.kv_cache, torch.tensor(depths, dtype=torch.int32), choices).tolist()
+        for i, sequence, depth, tokens in zip(chosen, sequences, depths, proposed, strict=True):
+            sequence.num_draft_computed += len(gaps[i]) + max(0, depth - 1)
+            proposal.token_ids[i] = tokens[:depth]
+
+    def _pass_by_pass(
+        self,
+        batch: Seq[tuple[Sequence, SequenceWork]],
+        reading: list[int],
+        gaps: list[list[int]],
+        proposal: _Proposal,
+    ) -> None:
+        runs = [Run(batch[i][0].block_ids, batch[i][0].num_draft_computed, gaps[i]) for i in reading]
+        for i in reading:
+            sequence, work = batch[i]
+            sequence.num_draft_computed += len(gaps[i])
             assert work.num_drafts == 0 or sequence.num_draft_computed == len(sequence), work
         hidden = self._forward(runs) if runs else None
-        proposal = _Proposal(batch, self.model.config.vocab_size, self.model.device)
         if going := proposal.going():
             assert hidden is not None
             # Rows whose logits are wanted: the last of each run that is drafted from.
             ends = torch.tensor([len(run.token_ids) for run in runs]).cumsum(0) - 1
-            run_of = {i: run for run, i in enumerate(i for i, gap in enumerate(gaps) if gap)}
+            run_of = {i: run for run, i in enumerate(reading)}
             self._choose(hidden[ends[[run_of[i] for i in going]].to(hidden.device)], going, proposal)
         while going := proposal.going():
             hidden = self._forward(
@@ -60,24 +97,6 @@ class DraftModel:
             for i in going:
                 batch[i][0].num_draft_computed += 1
             self._choose(hidden, going, proposal)
-        return proposal.drafts()
-
-    def _propose_natively(
-        self, model: NativeDecoder, batch: Seq[tuple[Sequence, SequenceWork]], gaps: list[list[int]]
-    ) -> list[Draft]:
-        """All passes in one call, where every draft is an argmax of logits that nothing edits."""
-        drafting = [(i, sequence, work) for i, (sequence, work) in enumerate(batch) if gaps[i]]
-        drafts = [Draft([]) for _ in batch]
-        if not drafting:
-            return drafts
-        runs = [Run(sequence.block_ids, sequence.num_draft_computed, gaps[i]) for i, sequence, _ in drafting]
-        depths = [work.num_drafts for _, _, work in drafting]
-        layout = flatten(runs, self.kv_cache.block_size, model.device, ahead=max(depths))
-        proposed = model.draft(*layout, self.kv_cache, torch.tensor(depths, dtype=torch.int32)).tolist()
-        for (i, sequence, work), tokens in zip(drafting, proposed, strict=True):
-            sequence.num_draft_computed += len(gaps[i]) + max(0, work.num_drafts - 1)
-            drafts[i] = Draft(tokens[: work.num_drafts])
-        return drafts
 
     def release(self, request_id: int) -> None:
         """Nothing is kept per sequence: KV belongs to its blocks."""
@@ -115,12 +134,6 @@ class DraftModel:
                 proposal.token_ids[going[row]].append(token)
 
 
-def _plain(sequence: Sequence, work: SequenceWork) -> bool:
-    """Whether a sequence drafts by argmax alone, or not at all."""
-    params = sequence.params
-    return work.num_drafts == 0 or (params.verification is Verification.GREEDY and not params.edits_logits)
-
-
 class _Proposal:
     """The drafts of one step in the making."""
 
@@ -133,6 +146,7 @@ class _Proposal:
         rows = [depth if is_drawn else 0 for depth, is_drawn in zip(self._depths, drawn, strict=True)]
         *self._first_rows, num_rows = itertools.accumulate(rows, initial=0)
         self._probs = torch.empty(num_rows, vocab, device=device) if num_rows else None
+        self._vocab = vocab
         self._drawn = drawn
 
     def going(self) -> list[int]:
@@ -152,6 +166,30 @@ class _Proposal:
         assert self._probs is not None
         rows = [self._first_rows[i] + len(self.token_ids[i]) for i in indexes]
         self._probs[rows] = q
+
+    def choices(self, indexes: list[int], noise: Uniform) -> Choices:
+        """How the drafts of some sequences are chosen, for who makes all of them at once."""
+        rules = [self._batch[i][0].params.verification for i in indexes]
+        kinds = [CHOICES.get(rule, Choice.DRAWN) for rule in rules]
+        positions = [self.next_position(i) for i in indexes]
+        keys = torch.zeros(len(indexes), 4, dtype=torch.int64)
+        if seeded := [row for row, kind in enumerate(kinds) if kind is Choice.BY_KEY]:
+            keys[seeded] = noise_keys([positions[row] for row in seeded], keys.device)
+        temperature, top_k, top_p, min_p, typical_p = limits(positions, self._vocab, keys.device)
+        drawn = Choice.DRAWN in kinds
+        shape = (len(indexes), max(self._depths[i] for i in indexes))
+        return Choices(
+            kinds=torch.tensor(kinds, dtype=torch.int32),
+            temperatures=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            keys=keys,
+            uniforms=noise.draw(shape) if drawn else torch.empty(shape, dtype=torch.float64),
+            first_rows=torch.tensor([self._first_rows[i] for i in indexes]),
+            probs=self._probs if drawn and self._probs is not None else torch.empty(0),
+        )
 
     def drafts(self) -> list[Draft]:
         return [

@@ -1,0 +1,241 @@
+// A decoder-only transformer over paged KV, all of its layers in one call.
+//
+// Every thread of a team walks through the layers together with the others: an operation is a loop that they share, and
+// ends with a barrier. The residual stream and all sums are float32; what is multiplied is T, float or bfloat16,
+// rounded once. Whatever an operation computes for a row follows from that row alone.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "pack.h"
+#include "products.h"
+
+namespace {
+
+template <class T>
+class Decoder {
+public:
+    explicit Decoder(const PacelineModel& model) : model_(model) {}
+
+    // Hidden states after the final norm -> out [rows, hidden].
+    void forward(const PacelineBatch& from, T* out) {
+        const Batch batch = {from.num_seqs, from.max_blocks, from.query_starts, from.context_lens, from.block_tables};
+        const Pages pages = {from.block_size, model_.num_kv_heads, model_.head_dim};
+        const int64_t rows = batch.query_starts[batch.num_seqs];
+        const Attention<T> attention(batch, pages, model_.num_heads, 1 / std::sqrt((float)model_.head_dim));
+        locate(batch);
+        reserve(rows);
+        T* const kv = (T*)from.kv;
+#pragma omp parallel num_threads(from.num_threads)
+        {
+            embed(from.token_ids, rows);
+            for (int64_t index = 0; index < model_.num_layers; ++index) {
+                const PacelineLayer& layer = model_.layers[index];
+                T* const keys = kv + 2 * index * from.kv_elements;
+                T* const values = keys + from.kv_elements;
+                normalize(layer.input_norm, rows);
+                project(layer.qkv, normed_, rows, room_, qkv_);
+                place(layer, batch, pages, rows, keys, values);
+                attention(attended_, query_, keys, values);
+                add(attended_, rows, layer.output);
+                normalize(layer.post_norm, rows);
+                gate(rows, layer.gate_up);
+                add(gated_, rows, layer.down);
+            }
+            finish(rows, out);
+        }
+    }
+
+    // Rows of hidden states [rows, hidden] -> out [rows, vocab].
+    void logits(const T* hidden, int64_t rows, int64_t num_threads, float* out) {
+        reserve(rows);
+#pragma omp parallel num_threads(num_threads)
+        {
+#pragma omp for
+            for (int64_t row = 0; row < rows; ++row) {
+                for (int64_t i = 0; i < model_.hidden; ++i) *normed_.at(row, i) = hidden[row * model_.hidden + i];
+            }
+            project(model_.head, normed_, rows, room_, out);
+        }
+    }
+
+    int64_t hidden_size() const { return model_.hidden; }
+    int64_t vocab_size() const { return model_.vocab; }
+
+private:
+    // -- before the layers --
+
+    // Position and page of every row.
+    void locate(const Batch& batch) {
+        positions_.clear();
+        sequences_.clear();
+        for (int64_t i = 0; i < batch.num_seqs; ++i) {
+            const int64_t count = batch.query_starts[i + 1] - batch.query_starts[i];
+            for (int64_t j = 0; j < count; ++j) {
+                positions_.push_back(batch.context_lens[i] - count + j);
+                sequences_.push_back(i);
+            }
+        }
+    }
+
+    void reserve(int64_t rows) {
+        const int64_t heads = model_.num_heads * model_.head_dim;
+        residual_ = residual_memory_.get(rows * model_.hidden);
+        qkv_ = qkv_memory_.get(rows * (heads + 2 * model_.num_kv_heads * model_.head_dim));
+        query_ = query_memory_.get(rows * heads);
+        placed_ = placed_memory_.get(rows * 2 * model_.num_kv_heads * model_.head_dim);
+        normed_ = tiled(normed_memory_, rows, model_.hidden);
+        attended_ = tiled(attended_memory_, rows, heads);
+        gated_ = tiled(gated_memory_, rows, model_.intermediate);
+        room_.reserve(rows, std::max({model_.hidden, heads, model_.intermediate}));
+    }
+
+    static Tiled<T> tiled(Zeroed<T>& memory, int64_t rows, int64_t size) {
+        return {memory.get(Tiled<T>::elements(rows, size)), Tiled<T>::padded(size)};
+    }
+
+    void embed(const int64_t* token_ids, int64_t rows) {
+        const PacelineMatrix& head = model_.head;
+#pragma omp for
+        for (int64_t row = 0; row < rows; ++row) {
+            float* const to = residual_ + row * model_.hidden;
+            const int64_t token = token_ids[row];
+            if (model_.embedding) {
+                const T* const from = (const T*)model_.embedding + token * model_.hidden;
+                for (int64_t i = 0; i < model_.hidden; ++i) to[i] = to_float(from[i]);
+            } else if (head.scales) {
+                const Packed8 weights = packed8(head);
+                for (int64_t i = 0; i < model_.hidden; ++i) to[i] = weight(weights, token, i);
+            } else {
+                const Packed<T> weights = packed<T>(head);
+                for (int64_t i = 0; i < model_.hidden; ++i) to[i] = weight(weights, token, i);
+            }
+        }
+    }
+
+    // -- operations of a layer, shared by the team --
+
+    // normed_ = the norm of residual_
+    void normalize(const float* weight, int64_t rows) {
+#pragma omp for
+        for (int64_t row = 0; row < rows; ++row) {
+            const float* const from = residual_ + row * model_.hidden;
+            const float scale = root_mean_square_inverse(from, model_.hidden);
+            for (int64_t i = 0; i < model_.hidden; i += LANES) {
+                const int64_t count = model_.hidden - i;
+                store_some(normed_.at(row, i), load_some(from + i, count) * scale * load_some(weight + i, count), count);
+            }
+        }
+    }
+
+    // residual_ += x * matrix
+    void add(const Tiled<T>& x, int64_t rows, const PacelineMatrix& matrix) {
+        multiply_by<1>(matrix, x, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
+            float* const to = residual_ + row * model_.hidden + output;
+            for (int64_t i = 0; i < TILE; i += LANES) {
+                const int64_t count = matrix.outputs - output - i;
+                if (count <= 0) return;
+                store_some(to + i, load_some(to + i, count) + with_bias(sums[0] + i, matrix, output + i), count);
+            }
+        });
+    }
+
+    // gated_ = silu(gate) * up of normed_
+    void gate(int64_t rows, const PacelineMatrix& matrix) {
+        multiply_by<2>(matrix, normed_, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
+            for (int64_t i = 0; i < TILE; i += LANES) {
+                const Floats gate = with_bias(sums[0] + i, matrix, output + i);
+                const Floats up = with_bias(sums[1] + i, matrix, output + TILE + i);
+                const int64_t column = output / 2 + i, count = model_.intermediate - column;
+                if (count <= 0) return;
+                store_some(gated_.at(row, column), silu(gate) * up, count);
+            }
+        });
+    }
+
+    // Norm and rotation of queries and keys; queries go to query_, keys and values to their pages.
+    void place(const PacelineLayer& layer, const Batch& batch, const Pages& pages, int64_t rows, T* keys, T* values) {
+        const int64_t heads = model_.num_heads, kv_heads = model_.num_kv_heads, size = model_.head_dim;
+#pragma omp for
+        for (int64_t row = 0; row < rows; ++row) {
+            float* from = qkv_ + row * (heads + 2 * kv_heads) * size;
+            T* const query = query_ + row * heads * size;
+            T* const key = placed_ + row * 2 * kv_heads * size;
+            T* const value = key + kv_heads * size;
+            const int64_t position = positions_[row];
+            for (int64_t head = 0; head < heads; ++head, from += size) {
+                rotate(from, layer.q_norm, position, query + head * size);
+            }
+            for (int64_t head = 0; head < kv_heads; ++head, from += size) {
+                rotate(from, layer.k_norm, position, key + head * size);
+            }
+            const int64_t count = kv_heads * size;
+            for (int64_t i = 0; i < count; i += LANES) store_some(value + i, load_some(from + i, count - i), count - i);
+            const int64_t block = batch.block_tables[sequences_[row] * batch.max_blocks + position / pages.block_size];
+            for (int64_t head = 0; head < kv_heads; ++head) {
+                pages.write(keys, values, block, position % pages.block_size, head, key + head * size,
+                            value + head * size);
+            }
+        }
+    }
+
+    // One head, which is normalized in place first, if it is to be.
+    void rotate(float* x, const float* norm, int64_t position, T* out) const {
+        const int64_t half = model_.head_dim / 2;
+        if (norm) normalize(x, norm, model_.head_dim, x);
+        const float *cos = model_.cos + position * half, *sin = model_.sin + position * half;
+        for (int64_t i = 0; i < half; i += LANES) {
+            const int64_t count = half - i;
+            const Floats low = load_some(x + i, count), high = load_some(x + half + i, count);
+            const Floats c = load_some(cos + i, count), s = load_some(sin + i, count);
+            store_some(out + i, low * c - high * s, count);
+            store_some(out + half + i, high * c + low * s, count);
+        }
+    }
+
+    void finish(int64_t rows, T* out) {
+#pragma omp for
+        for (int64_t row = 0; row < rows; ++row) {
+            normalize(residual_ + row * model_.hidden, model_.norm, model_.hidden, out + row * model_.hidden);
+        }
+    }
+
+    // -- pieces --
+
+    template <class To>
+    void normalize(const float* x, const float* weight, int64_t size, To* out) const {
+        const float scale = root_mean_square_inverse(x, size);
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int64_t count = size - i;
+            store_some(out + i, load_some(x + i, count) * scale * load_some(weight + i, count), count);
+        }
+    }
+
+    float root_mean_square_inverse(const float* x, int64_t size) const {
+        Floats squares = {};
+        for (int64_t i = 0; i < size; i += LANES) {
+            const Floats part = load_some(x + i, size - i);
+            squares = fused(part, part, squares);
+        }
+        float sum = 0;
+        for (int lane = 0; lane < LANES; ++lane) sum += squares[lane];
+        return 1 / std::sqrt(sum / size + model_.eps);
+    }
+
+    static Floats silu(Floats x) {
+        const Floats most = all(88.0f);  // beyond, exp overflows
+        return x / (exp(-x > most ? most : -x) + 1.0f);
+    }
+
+    const PacelineModel model_;
+    std::vector<int64_t> positions_, sequences_;  // of each row
+    Zeroed<float> residual_memory_, qkv_memory_;
+    Zeroed<T> query_memory_, placed_memory_, normed_memory_, attended_memory_, gated_memory_;
+    float *residual_, *qkv_;              // [rows, hidden], [rows, heads of q, k and v]
+    T *query_, *placed_;                  // [rows, num_heads, head_dim], [rows, keys then values, head_dim]
+    Tiled<T> normed_, attended_, gated_;  // [rows, hidden], [rows, num_heads * head_dim], [rows, intermediate]
+    Quantized room_;
+};
+
+}  // namespace

@@ -1,0 +1,100 @@
+// Products with a matrix of any kind: of the activations as they are, or of their 8-bit roundings.
+#pragma once
+
+#include "linear.h"
+#include "model.h"
+
+namespace {
+
+// To the nearest integer, of magnitude below 2^22: adding 1.5 * 2^23 leaves it in the low bits.
+    inline Ints rounded(Floats x) { return (Ints)(x + 0x1.8p23f) - 0x4b400000; }
+
+// Rows of x in 8 bits. Shared by the team.
+        template <class T>
+void quantize(const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
+#pragma omp for
+        for (int64_t row = 0; row < rows; ++row) {
+            for (int64_t group = 0; group < to.groups(); ++group) {
+                Floats part[GROUP / LANES] = {};
+                Floats largest = {};
+                for (int64_t i = 0; i < GROUP && group * GROUP + i < x.size; i += LANES) {
+                    Floats& some = part[i / LANES];
+                    some = load(x.at(row, group * GROUP + i));
+                    const Floats magnitude = some < 0.0f ? -some : some;
+                    largest = magnitude > largest ? magnitude : largest;
+                }
+                const float scale = maximum(largest) / 127;
+                const Floats inverse = all(scale > 0 ? 1 / scale : 0);
+                Ints sum = {};
+                int8_t* const values = to.values.at(row, group * GROUP);
+                for (int64_t i = 0; i < GROUP; i += LANES) {
+                    const Ints nearest = rounded(part[i / LANES] * inverse);
+                    sum += nearest;
+                    for (int lane = 0; lane < LANES; ++lane) {
+                        values[i / 64 * LANES * 64 + i % 64 + lane] = (int8_t)nearest[lane];
+                    }
+                }
+                int32_t total = 0;
+                for (int lane = 0; lane < LANES; ++lane) total += sum[lane];
+                to.scales[to.index(row, group)] = scale;
+                to.corrections[to.index(row, group)] = -OFFSET * total;
+            }
+        }
+    }
+
+// Room for activations of 8 bits.
+class Quantized {
+public:
+    void reserve(int64_t rows, int64_t inputs) {
+        const int64_t elements = round_up(rows, LANES) * Packed8::padded(inputs);
+        values_ = value_memory_.get(elements);
+        scales_ = scale_memory_.get(elements / GROUP);
+        corrections_ = correction_memory_.get(elements / GROUP);
+    }
+
+    Packed8::Input of(int64_t inputs) const { return {{values_, Packed8::padded(inputs)}, scales_, corrections_}; }
+
+private:
+    Zeroed<int8_t> value_memory_;
+    Zeroed<float> scale_memory_;
+    Zeroed<int32_t> correction_memory_;
+    int8_t* values_ = nullptr;
+    float* scales_ = nullptr;
+    int32_t* corrections_ = nullptr;
+};
+
+inline Packed8 packed8(const PacelineMatrix& matrix) {
+    return {(const uint8_t*)matrix.data, matrix.outputs, matrix.inputs, matrix.scales};
+}
+
+template <class T>
+Packed<T> packed(const PacelineMatrix& matrix) {
+    return {(const T*)matrix.data, matrix.outputs, matrix.inputs};
+}
+
+// `linear` by the kind of weights that the matrix holds.
+template <int TOGETHER, class T, class Use>
+void multiply_by(const PacelineMatrix& matrix, const Tiled<T>& x, int64_t rows, const Quantized& room, const Use& use) {
+    if (!matrix.scales) return linear<TOGETHER>(x, packed<T>(matrix), rows, use);
+    const Packed8::Input quantized = room.of(matrix.inputs);
+    quantize(x, rows, quantized);
+    linear<TOGETHER>(quantized, packed8(matrix), rows, use);
+}
+
+inline Floats with_bias(const float* sums, const PacelineMatrix& matrix, int64_t output) {
+    return matrix.bias ? load(sums) + load(matrix.bias + output) : load(sums);
+}
+
+// x times a matrix, plus its bias -> out [rows, outputs]. Shared by the team.
+template <class T>
+void project(const PacelineMatrix& matrix, const Tiled<T>& x, int64_t rows, const Quantized& room, float* out) {
+    multiply_by<1>(matrix, x, rows, room, [&](int64_t output, int64_t row, const float* const* sums) {
+        for (int64_t i = 0; i < TILE; i += LANES) {
+            const int64_t count = matrix.outputs - output - i;
+            if (count <= 0) return;
+            store_some(out + row * matrix.outputs + output + i, with_bias(sums[0] + i, matrix, output + i), count);
+        }
+    });
+}
+
+}  // namespace

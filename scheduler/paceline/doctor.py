@@ -1,0 +1,271 @@
+"""What this machine has for serving, how fast that is, and what to do about whatever is missing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from paceline_kernels.cpu import build, ceilings, decoder, sampling
+from paceline_kernels.cpu.ceilings import ReadCeiling, median_seconds
+from paceline_kernels.cpu.decoder import Kind, Matrix
+
+# What the kernels look for, best first. Linux's names for them.
+INSTRUCTIONS = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "fma")
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+OPENMP = re.compile(r"/lib(?:gomp|omp5?|iomp5)(?:-\w+)?\.so[.\d]*$")
+FEATURES = 4096  # inputs and outputs of the synthetic matrices
+ROWS = (1, 4, 16)
+STACK = 768 << 20  # bytes of matrices, so that caches do not help
+ROUNDS = 3
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something found, and what to do about it if it is not as it should be."""
+
+    name: str
+    value: str
+    advice: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """How near a product of few rows comes to reading its weights at the ceiling, in the same rounds."""
+
+    kind: str
+    rows: int
+    gigabytes_per_second: float
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """GB/s and GFLOP/s."""
+
+    read_one_thread: float
+    read: float
+    multiply: dict[str, float]  # by kind of number
+    linear: list[Linear]
+
+
+@dataclass(slots=True)
+class Report:
+    facts: list[Fact] = field(default_factory=list)
+    measured: Measured | None = None  # None where nothing was measured
+
+
+def examine(quick: bool = False) -> Report:
+    """Find out everything; unless `quick`, measure too, which takes about a minute."""
+    missing = _native_obstacle()
+    report = Report([*_machine(), *_compiler(), *_torch(), *_backend(missing)])
+    if missing is None and not quick:
+        report.measured = _measure()
+    return report
+
+
+# ---- What there is ----
+
+
+def _machine() -> list[Fact]:
+    info = _cpu_info()
+    flags = set(info.get("flags", "").split())
+    found = [name for name in INSTRUCTIONS if name in flags]
+    slow = "without AVX2, products run several times slower than on CPUs of the last ten years"
+    return [
+        Fact("CPU", info.get("model name", "unknown")),
+        _cores(),
+        Fact("instructions", ", ".join(found) or "none of interest", None if "avx2" in found else slow),
+        _large_pages(),
+    ]
+
+
+def _cpu_info() -> dict[str, str]:
+    """Of the first core."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _cores() -> Fact:
+    usable, quota, load = len(os.sched_getaffinity(0)), _quota(), os.getloadavg()[0]
+    value = f"{usable} of {os.cpu_count()} usable, load {load:.1f}"
+    if quota is None:
+        busy = "others use them too: what is measured now is too low" if load > usable / 2 else None
+        return Fact("cores", value, busy)
+    value += f", quota of {quota:g}"
+    advice = f"start the server with --threads {max(1, int(quota))}: more threads than the quota wait for each other"
+    return Fact("cores", value, advice if quota < torch.get_num_threads() else None)
+
+
+def _quota() -> float | None:
+    """Cores' worth of time that the control group of a container allows; None if it does not say."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) / int(period)
+
+
+def _large_pages() -> Fact:
+    try:
+        text = LARGE_PAGES.read_text()
+    except OSError:
+        return Fact("large pages", "unknown", "this kernel has none: weights are read more slowly")
+    chosen = text[text.index("[") + 1 : text.index("]")]
+    advice = f"weights are read more slowly without; as root: echo madvise > {LARGE_PAGES}"
+    return Fact("large pages", chosen, advice if chosen == "never" else None)
+
+
+def _compiler() -> list[Fact]:
+    try:
+        path = build.find_compiler()
+    except build.BuildError as error:
+        advice = f"install g++ (Debian: apt-get install g++), or name a compiler in {build.COMPILER_VARIABLE}"
+        return [Fact("compiler", str(error), advice), _cache()]
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    version = (done.stdout.splitlines() or ["no version"])[0]
+    return [Fact("compiler", f"{path}: {version}, -march={build.march()}"), _cache()]
+
+
+def _cache() -> Fact:
+    folder = build.cache_folder()
+    advice = f"every process compiles anew; name a folder that can be written in {build.CACHE_VARIABLE}"
+    if folder is None:
+        return Fact("compiled code", "nowhere: this user has no home directory", advice)
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK):
+        return Fact("compiled code", str(folder))
+    return Fact("compiled code", f"{folder}, which cannot be written", advice)
+
+
+def _torch() -> list[Fact]:
+    """After the libraries were loaded: it counts what they brought."""
+    runtimes = openmp_runtimes()
+    advice = "several pools of threads work against each other; compile by g++, and import nothing that brings another"
+    threads = torch.get_num_threads()
+    return [
+        Fact("torch", f"{torch.__version__}, {threads} threads"),
+        Fact("OpenMP", ", ".join(map(str, runtimes)) or "none", advice if len(runtimes) > 1 else None),
+    ]
+
+
+def openmp_runtimes() -> list[Path]:
+    """Shared libraries of OpenMP that this process has loaded."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    files = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
+    return sorted({Path(file).resolve() for file in files if OPENMP.search(file)})
+
+
+def _native_obstacle() -> str | None:
+    """Why there is no native backend here, if there is none. Compiles and loads every library."""
+    sampling.available()
+    return decoder.available() or ceilings.available()
+
+
+def _backend(missing: str | None) -> list[Fact]:
+    if missing is not None:
+        advice = "torch computes instead, several times slower; see what is said above about the compiler"
+        return [Fact("backend", f"torch, because: {missing}", advice)]
+    family = ceilings.family()
+    unused = "amx_bf16" in _cpu_info().get("flags", "").split() and family != "AMX"
+    advice = "this CPU has a matrix unit, which the compiler does not know or the kernel does not let processes use"
+    return [
+        Fact("backend", "torch on a GPU" if torch.cuda.is_available() else "native"),
+        Fact("kernels", family, advice if unused and build.march() == "native" else None),
+    ]
+
+
+# ---- What it can do ----
+
+
+def _measure() -> Measured:
+    threads = torch.get_num_threads()
+    data = ceilings.buffer(ceilings.uncached_bytes())
+    ceiling = ReadCeiling(data, threads)
+    return Measured(
+        read_one_thread=ReadCeiling(data, 1).measure() / GIGA,
+        read=ceiling.measure() / GIGA,
+        multiply={kind.name.lower(): ceilings.multiply_rate(kind, threads) / GIGA for kind in Kind},
+        linear=[figure for kind in Kind for figure in _measure_linear(kind, ceiling.measure)],
+    )
+
+
+def _measure_linear(kind: Kind, ceiling: Callable[[], float]) -> list[Linear]:
+    """Products with a stack of matrices, one after the other, and the ceiling, in turns."""
+    dtype = torch.float32 if kind is Kind.FLOAT32 else torch.bfloat16
+    weights = torch.randn(FEATURES, FEATURES).to(dtype)
+    size = FEATURES * FEATURES * {Kind.FLOAT32: 4, Kind.BFLOAT16: 2, Kind.INT8: 1}[kind]
+    room = min(STACK, ceilings.uncached_bytes())
+    stack = [Matrix(kind, FEATURES, FEATURES) for _ in range(max(1, room // size))]
+    for matrix in stack:
+        matrix.fill(weights)
+    figures = []
+    for rows in ROWS:
+        x = torch.randn(rows, FEATURES).to(dtype)
+        rounds = [(ceiling(), size * len(stack) / median_seconds(partial(_multiply, x, stack))) for _ in range(ROUNDS)]
+        rate = median(rate for _, rate in rounds) / GIGA
+        figures.append(Linear(kind.name.lower(), rows, rate, median(rate / most for most, rate in rounds)))
+    return figures
+
+
+def _multiply(x: torch.Tensor, stack: list[Matrix]) -> None:
+    for matrix in stack:
+        decoder.linear(x, matrix)
+
+
+# ---- Saying it ----
+
+
+def render(report: Report) -> None:
+    console = Console()
+    table = Table(show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for fact in report.facts:
+        table.add_row(fact.name, fact.value)
+    console.print(table)
+    if report.measured is not None:
+        _render_measured(report.measured, console)
+    console.print()
+    for fact in report.facts:
+        if fact.advice is not None:
+            console.print(f"[bold]{fact.name}[/bold]: {fact.advice}", highlight=False)
+
+
+def _render_measured(measured: Measured, console: Console) -> None:
+    console.print(f"\nreads {measured.read:.1f} GB/s, with one thread {measured.read_one_thread:.1f} GB/s")
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in measured.multiply.items())
+    console.print(f"computes in registers, GFLOP/s: {rates}")
+    console.print("products read their weights, at so many % of that:")
+    table = Table(box=None)
+    table.add_column("")
+    for rows in ROWS:
+        table.add_column("1 row" if rows == 1 else f"{rows} rows", justify="right")
+    for kind in dict.fromkeys(figure.kind for figure in measured.linear):
+        table.add_row(kind, *(f"{100 * figure.fraction:.0f}" for figure in measured.linear if figure.kind == kind))
+    console.print(table)
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """`facts` by name, and `measured`, null where nothing was."""
+    return {
+        "facts": {fact.name: {"value": fact.value, "advice": fact.advice} for fact in report.facts},
+        "measured": None if report.measured is None else asdict(report.measured),
+    }

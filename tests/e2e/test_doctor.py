@@ -1,0 +1,142 @@
+"""`paceline doctor`: everything found is said, and whatever is missing comes with advice."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline import doctor
+from paceline.cli import app
+from paceline_kernels.cpu import build, ceilings, decoder
+
+NAMES = [
+    *("CPU", "cores", "instructions", "large pages", "compiler", "compiled code", "torch", "OpenMP", "backend"),
+]
+needs_native = pytest.mark.skipif(decoder.available() is not None, reason="no C++ compiler")
+
+
+def as_json(*options: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["doctor", "--json", *options])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@needs_native
+def test_quick_measures_nothing() -> None:
+    said = as_json("--quick")
+    assert list(said["facts"]) == [*NAMES, "kernels"]
+    assert said["measured"] is None
+    assert said["facts"]["backend"] == {"value": "native", "advice": None}
+    assert said["facts"]["kernels"]["value"] == ceilings.family()
+
+
+@needs_native
+def test_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of small things: the numbers mean nothing here, but all of them are there."""
+    monkeypatch.setattr(ceilings, "uncached_bytes", lambda: 4 << 20)
+    monkeypatch.setattr(doctor, "FEATURES", 256)
+    measured = as_json()["measured"]
+    assert measured["read"] > 0
+    assert measured["read_one_thread"] > 0
+    assert list(measured["multiply"]) == ["float32", "bfloat16", "int8"]
+    assert all(rate > 0 for rate in measured["multiply"].values())
+    assert [(figure["kind"], figure["rows"]) for figure in measured["linear"]] == [
+        (kind, rows) for kind in ("float32", "bfloat16", "int8") for rows in (1, 4, 16)
+    ]
+    for figure in measured["linear"]:
+        assert figure["gigabytes_per_second"] > 0
+        assert math.isfinite(figure["fraction"])
+        assert figure["fraction"] > 0
+
+
+@needs_native
+def test_fractions_are_of_the_ceiling_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "uncached_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(doctor, "FEATURES", 256)
+    rates = iter([1e9, 4e9, 2e9] * 3)
+    seconds = (1 << 20) / 1e9  # each product reads at 1 GB/s
+    monkeypatch.setattr(doctor, "median_seconds", lambda call: seconds)
+    figures = doctor._measure_linear(decoder.Kind.INT8, lambda: next(rates))
+    assert [figure.fraction for figure in figures] == pytest.approx([0.5] * 3)
+    assert [figure.gigabytes_per_second for figure in figures] == pytest.approx([1.0] * 3)
+
+
+def test_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = [doctor.Linear("int8", rows, 9.0, fraction) for rows, fraction in ((1, 0.81), (4, 0.72), (16, 0.63))]
+    measured = doctor.Measured(10.0, 20.0, {"int8": 30.0}, linear)
+    facts = [doctor.Fact("a thing", "is so"), doctor.Fact("another", "is not", "make it so")]
+    monkeypatch.setattr(doctor, "examine", lambda quick: doctor.Report(facts, measured))
+    text = CliRunner().invoke(app, ["doctor"]).output
+    for words in ("a thing", "is so", "another: make it so", "20.0 GB/s", "int8 30", "81", "72", "63"):
+        assert words in text
+
+
+def test_no_compiler() -> None:
+    """Torch serves, so this is no failure."""
+    code = "from paceline.cli import main; import sys; sys.argv = ['paceline', 'doctor', '--json']; main()"
+    environment = {build.COMPILER_VARIABLE: "no-such-compiler", "PATH": "/usr/bin"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["measured"] is None
+    assert said["facts"]["backend"]["value"].startswith("torch, because: no C++ compiler: no-such-compiler")
+    assert "several times slower" in said["facts"]["backend"]["advice"]
+    assert "install g++" in said["facts"]["compiler"]["advice"]
+
+
+def test_without_torch_nothing_can_be_served(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    code = "from paceline.cli import main; import sys; sys.argv = ['paceline', 'doctor']; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "no torch here" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_advice_where_something_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = tmp_path / "enabled"
+    for chosen, advised in (("never", True), ("madvise", False), ("always", False)):
+        words = ("always", "madvise", "never")
+        pages.write_text(" ".join(f"[{word}]" if word == chosen else word for word in words) + "\n")
+        monkeypatch.setattr(doctor, "LARGE_PAGES", pages)
+        fact = doctor._large_pages()
+        assert (fact.value, fact.advice is not None) == (chosen, advised)
+    monkeypatch.setattr(doctor, "_quota", lambda: 0.5)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    assert "--threads 1" in str(doctor._cores().advice)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "file" / "below"))
+    assert "cannot be written" in doctor._cache().value
+    assert build.CACHE_VARIABLE in str(doctor._cache().advice)
+    monkeypatch.setattr(doctor, "_cpu_info", lambda: {"model name": "Old", "flags": "sse2 fma"})
+    facts = {fact.name: fact for fact in doctor._machine()}
+    assert facts["CPU"].value == "Old"
+    assert facts["instructions"].value == "fma"
+    assert facts["instructions"].advice is not None
+    runtimes = [Path("/a/libgomp.so.1"), Path("/b/libiomp5.so")]
+    monkeypatch.setattr(doctor, "openmp_runtimes", lambda: runtimes)
+    assert doctor._torch()[1].advice is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "is_runtime"),
+    [
+        ("/x/torch/lib/libgomp.so.1", True),
+        ("/x/torch/lib/libgomp-a34b3233.so.1.0.0", True),
+        ("/usr/lib/llvm/libomp.so.5", True),
+        ("/opt/intel/libiomp5.so", True),
+        ("/x/libompi.so", False),
+        ("/x/libtorch_cpu.so", False),
+    ],
+)
+def test_runtimes_by_name(path: str, is_runtime: bool) -> None:
+    assert (doctor.OPENMP.search(path) is not None) == is_runtime

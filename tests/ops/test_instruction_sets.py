@@ -1,0 +1,54 @@
+"""The native backend compiled for other CPUs than this one: every path of it that this one can run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline_kernels.cpu import build
+from support.native import needs_compiler
+
+TESTS = Path(__file__).parents[1]
+FILES = ("ops/test_linear.py", "ops/test_native_attention.py", "models/test_native.py")
+# Of those, numbers and what must not be seen; that batches change nothing, where it costs little.
+CHOSEN = "64-33-1 or not (a_row or threads or batch or loop)"
+# What a target needs beyond x86-64, by the names of /proc/cpuinfo.
+AVX2 = {"avx2", "bmi2", "fma", "movbe"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+TARGETS: dict[str, set[str]] = {
+    "x86-64": set(),
+    "haswell": AVX2,
+    "skylake-avx512": AVX512,
+    "cooperlake": AVX512 | {"avx512_bf16", "avx512_vnni"},
+}
+
+pytestmark = [
+    needs_compiler,
+    pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="other machines have other names"),
+]
+
+
+def features() -> set[str]:
+    """Of this CPU, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_another_instruction_set(target: str) -> None:
+    if missing := TARGETS[target] - features():
+        pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
+    environment = os.environ | {build.MARCH_VARIABLE: target, "OMP_NUM_THREADS": "1"}
+    files = [str(TESTS / file) for file in FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", CHOSEN, *files]
+    done = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert "skipped" not in done.stdout
