@@ -56,7 +56,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=environment,
-                start_new_session=True,  # a group of its own, for signals
+                process_group=0,  # for signals; and Linux ends a stopped group whose parent dies
                 text=True,
             )
         assert self._process.stdin is not None

@@ -3,10 +3,10 @@
 set -euo pipefail
 
 engine=$1
-home=$2/$1
+home=$(realpath --canonicalize-missing "$2")/$1
 torch=torch==2.13.0 # where pip finds a CPU build of it: any other version brings gigabytes of CUDA
 
-mkdir -p "$2"
+mkdir -p "$(dirname "$home")"
 python3.11 -m venv "$home"
 pip=("$home/bin/pip" install --quiet)
 constraints=$home/constraints.txt

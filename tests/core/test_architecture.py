@@ -43,6 +43,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.cli": ANYTHING,
     "paceline.bench": ANYTHING,
     "paceline.demo": ANYTHING,
+    "paceline.doctor": ANYTHING,
     "paceline.__main__": ANYTHING,
 }
 

@@ -23,10 +23,9 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.models import load_model_config
 from paceline.wiring import EngineSettings, build_engine
-from paceline_kernels.cpu import ceilings, decoder
+from paceline_kernels.cpu import ceilings
+from support.native import needs_compiler
 from support.pairs import tiny_pair
-
-needs_native = pytest.mark.skipif(decoder.available() is not None, reason="no C++ compiler")
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_grammar_compares_equal_streams(capsys: pytest.CaptureFixture[str]) -> N
     assert "overhead" in capsys.readouterr().out
 
 
-@needs_native
+@needs_compiler
 def test_backends_compares_equal_work(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     cells = backends.measure(
         _engine(pair, "torch"), _engine(pair, "native"), PROMPTS, [1, 3], parse_depths("off,2"), max_tokens=6, rounds=1
@@ -188,7 +187,7 @@ def test_what_limits_count(pair: tuple[Path, Path]) -> None:
     assert limits.prefill_operations(config, rows) == products + attention
 
 
-@needs_native
+@needs_compiler
 def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tiny model in tiny buffers: the numbers mean nothing here, but all of them are there."""
     target, draft = tiny_pair(tmp_path, tie_word_embeddings=True)

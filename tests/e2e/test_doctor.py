@@ -15,11 +15,9 @@ from typer.testing import CliRunner
 from paceline import doctor
 from paceline.cli import app
 from paceline_kernels.cpu import build, ceilings, decoder
+from support.native import needs_compiler
 
-NAMES = [
-    *("CPU", "cores", "instructions", "large pages", "compiler", "compiled code", "torch", "OpenMP", "backend"),
-]
-needs_native = pytest.mark.skipif(decoder.available() is not None, reason="no C++ compiler")
+NAMES = ["CPU", "cores", "instructions", "large pages", "compiler", "compiled code", "torch", "OpenMP", "backend"]
 
 
 def as_json(*options: str) -> dict[str, Any]:
@@ -28,7 +26,7 @@ def as_json(*options: str) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-@needs_native
+@needs_compiler
 def test_quick_measures_nothing() -> None:
     said = as_json("--quick")
     assert list(said["facts"]) == [*NAMES, "kernels"]
@@ -37,7 +35,7 @@ def test_quick_measures_nothing() -> None:
     assert said["facts"]["kernels"]["value"] == ceilings.family()
 
 
-@needs_native
+@needs_compiler
 def test_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of small things: the numbers mean nothing here, but all of them are there."""
     monkeypatch.setattr(ceilings, "uncached_bytes", lambda: 4 << 20)
@@ -56,7 +54,7 @@ def test_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
         assert figure["fraction"] > 0
 
 
-@needs_native
+@needs_compiler
 def test_fractions_are_of_the_ceiling_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "uncached_bytes", lambda: 1 << 20)
     monkeypatch.setattr(doctor, "FEATURES", 256)

@@ -13,19 +13,9 @@ from pathlib import Path
 import pytest
 
 from paceline_kernels.cpu import build, sampling
+from support.native import needs_compiler
 
 SOURCE = '#include "toy.h"\nextern "C" int answer() { return ANSWER; }\n'
-
-
-def compiler_found() -> bool:
-    try:
-        build.find_compiler()
-    except build.BuildError:
-        return False
-    return True
-
-
-needs_compiler = pytest.mark.skipif(not compiler_found(), reason="no C++ compiler")
 
 
 def load(name: str) -> ctypes.CDLL:

@@ -12,8 +12,9 @@ import torch
 from paceline_kernels.cpu import ceilings
 from paceline_kernels.cpu.ceilings import WALKS, ReadCeiling, Walk
 from paceline_kernels.cpu.decoder import Kind
+from support.native import needs_compiler
 
-pytestmark = pytest.mark.skipif(ceilings.available() is not None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 LINE = 64
 MIB = 1 << 20

@@ -34,6 +34,36 @@ public:
         if (has_tiles()) _tile_release();
     }
 };
+
+// The instructions, for tiles that are counted at compile time. Sums are [16][16] of float or int32; a left factor holds
+// 16 rows of 32 bfloat16 or 64 int8, a right one 16 columns of as many, in pairs or fours: [16][16][pair].
+
+template <int TILE>
+inline void clear_tile() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
+}
+
+// The compiler does not know what it reads: between it and a store to there must stand a call or a barrier.
+template <int TILE>
+inline void load_tile(const void* rows, int64_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(TILE));
+}
+
+template <int TILE>
+inline void store_tile(void* rows, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(rows), "r"(stride), "i"(TILE) : "memory");
+}
+
+template <int SUM, int LEFT, int RIGHT>
+inline void multiply_bfloat16_tiles() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
+}
+
+// Signed times unsigned.
+template <int SUM, int LEFT, int RIGHT>
+inline void multiply_int8_tiles() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
+}
 #else
 inline bool has_tiles() { return false; }
 

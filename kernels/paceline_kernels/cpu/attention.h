@@ -77,63 +77,88 @@ inline Floats add_products(Floats sum, const bfloat16* left, Floats right) {
 #endif
 }
 
-// A matrix in panels of 16 columns, each [pairs][16][pair]; its pairs are `stride` elements apart.
-template <class T, class Panel>
+// A matrix in panels of 16 columns, cut into `count` parts of as many pairs of rows; the pairs of a part are `stride`
+// elements apart.
+template <class T, class Part>
 struct Right {
-    int64_t pairs, stride;
-    Panel panel;  // of an index: where that panel begins
+    int64_t count, pairs, stride;
+    Part part;  // of a panel and an index: where it begins
 };
 
-// out [rows, 16 * N] = left [rows, pairs * pair] times N panels from `first`. Computes rows up to a multiple of ROWS.
-template <int N, class T, class Panel>
+// out [rows, 16 * N] = left [rows, inner] times N panels from `first`. Computes rows up to a multiple of ROWS.
+template <int N, class T, class Part>
 void multiply(float* out, int64_t out_stride, const T* left, int64_t left_stride, int64_t rows,
-              const Right<T, Panel>& right, int64_t first) {
-    const T* panels[N];
-    for (int n = 0; n < N; ++n) panels[n] = right.panel(first + n);
+              const Right<T, Part>& right, int64_t first) {
     for (int64_t row = 0; row < rows; row += ROWS) {
         Floats sums[ROWS][N] = {};
-        for (int64_t k = 0; k < right.pairs; ++k) {
+        const T* from = left + row * left_stride;
+        for (int64_t i = 0; i < right.count; ++i) {
+            const T* parts[N];
+            for (int n = 0; n < N; ++n) parts[n] = right.part(first + n, i);
+            for (int64_t k = 0; k < right.pairs; ++k, from += PAIR<T>) {
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) {
-                const Floats lanes = (Floats)load((const float*)(panels[n] + k * right.stride));
+                for (int n = 0; n < N; ++n) {
+                    const Floats lanes = load((const float*)(parts[n] + k * right.stride));
 #pragma GCC unroll 4
-                for (int i = 0; i < ROWS; ++i) {
-                    sums[i][n] = add_products(sums[i][n], left + (row + i) * left_stride + k * PAIR<T>, lanes);
+                    for (int r = 0; r < ROWS; ++r) sums[r][n] = add_products(sums[r][n], from + r * left_stride, lanes);
                 }
             }
         }
-        for (int i = 0; i < ROWS; ++i) {
-            for (int n = 0; n < N; ++n) store(out + (row + i) * out_stride + (first + n) * LANES, sums[i][n]);
+        for (int r = 0; r < ROWS; ++r) {
+            for (int n = 0; n < N; ++n) store(out + (row + r) * out_stride + (first + n) * LANES, sums[r][n]);
         }
     }
 }
 
 #ifdef AMX
-// The same for 16 rows and pairs that are a multiple of 16.
-template <int N, class Panel>
+// The tiles of a thread, while it lives: 0 to 3 for sums, 4 and 5 for factors with 16 pairs, 6 and 7 with 8.
+class Factors {
+public:
+    Factors() {
+        struct alignas(64) {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 32, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 8};
+        } config;
+        _tile_loadconfig(&config);
+    }
+    Factors(const Factors&) = delete;
+    Factors& operator=(const Factors&) = delete;
+    ~Factors() { _tile_release(); }
+};
+
+#define MULTIPLY_PART(LEFT, RIGHT)                                                      \
+    _tile_loadd(LEFT, left + 2 * i * right.pairs, left_stride * sizeof(bfloat16));      \
+    _tile_loadd(RIGHT, right.part(first, i), stride);                                   \
+    _tile_dpbf16ps(0, LEFT, RIGHT);                                                     \
+    if constexpr (N > 1) {                                                              \
+        _tile_loadd(RIGHT, right.part(first + 1, i), stride);                           \
+        _tile_dpbf16ps(1, LEFT, RIGHT);                                                 \
+    }                                                                                   \
+    if constexpr (N > 2) {                                                              \
+        _tile_loadd(RIGHT, right.part(first + 2, i), stride);                           \
+        _tile_dpbf16ps(2, LEFT, RIGHT);                                                 \
+        _tile_loadd(RIGHT, right.part(first + 3, i), stride);                           \
+        _tile_dpbf16ps(3, LEFT, RIGHT);                                                 \
+    }
+
+// The same for 16 rows, and 16 or 8 pairs.
+template <int N, class Part>
 void multiply_tiles(float* out, int64_t out_stride, const bfloat16* left, int64_t left_stride,
-                    const Right<bfloat16, Panel>& right, int64_t first) {
-    const bfloat16* panels[N];
-    for (int n = 0; n < N; ++n) panels[n] = right.panel(first + n);
+                    const Right<bfloat16, Part>& right, int64_t first) {
     const int64_t stride = right.stride * sizeof(bfloat16);
     asm volatile("" ::: "memory");  // the intrinsics do not say that they read it
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t k = 0; k < right.pairs; k += LANES) {
-        _tile_loadd(4, left + 2 * k, left_stride * sizeof(bfloat16));
-        _tile_loadd(5, panels[0] + k * right.stride, stride);
-        _tile_dpbf16ps(0, 4, 5);
-        if constexpr (N > 1) {
-            _tile_loadd(6, panels[1] + k * right.stride, stride);
-            _tile_dpbf16ps(1, 4, 6);
+    if (right.pairs == LANES) {
+        for (int64_t i = 0; i < right.count; ++i) {
+            MULTIPLY_PART(4, 5)
         }
-        if constexpr (N > 2) {
-            _tile_loadd(5, panels[2] + k * right.stride, stride);
-            _tile_dpbf16ps(2, 4, 5);
-            _tile_loadd(6, panels[3] + k * right.stride, stride);
-            _tile_dpbf16ps(3, 4, 6);
+    } else {
+        for (int64_t i = 0; i < right.count; ++i) {
+            MULTIPLY_PART(6, 7)
         }
     }
     _tile_stored(0, out + first * LANES, out_stride * sizeof(float));
@@ -144,6 +169,7 @@ void multiply_tiles(float* out, int64_t out_stride, const bfloat16* left, int64_
     }
     asm volatile("" ::: "memory");
 }
+#undef MULTIPLY_PART
 #endif
 
 }  // namespace attention
@@ -175,7 +201,7 @@ public:
     // Every thread of a team calls it; all of `out` but its padding is written when it returns.
     void operator()(const Tiled<T>& out, const T* query, const T* keys, const T* values) const {
 #ifdef AMX
-        std::optional<Tiles> tiles;
+        std::optional<attention::Factors> tiles;
         if (tiles_) tiles.emplace();
 #endif
         const int64_t kv_heads = pages_.num_kv_heads, units = pieces_.size() * kv_heads;
@@ -212,7 +238,6 @@ private:
         int64_t seen(int64_t visible) const { return std::clamp<int64_t>(visible - begin, 0, count); }
     };
 
-    // An even number of groups.
     struct Chunk {
         int64_t count = 0;
         Group groups[attention::CHUNK];
@@ -250,7 +275,7 @@ private:
         return position / pages_.block_size * groups_ + position % pages_.block_size / LANES + 1;
     }
 
-    // Of the groups from `first` that the piece sees, as many as a chunk has. The count is made even by an empty group.
+    // Of the groups from `first` that the piece sees, as many as a chunk has.
     Chunk chunk(const Layer& layer, const Piece& piece, int64_t first) const {
         Chunk chunk;
         const int64_t count = std::min<int64_t>(attention::CHUNK, groups_until(piece.context() - 1) - first);
@@ -263,11 +288,6 @@ private:
             __builtin_prefetch(layer.values + begin);
             offset += LANES;
             if (offset >= pages_.block_size) offset = 0, ++block;
-        }
-        if (count % 2 == 1) {
-            chunk.groups[count] = chunk.groups[count - 1];
-            chunk.groups[count].count = 0;
-            ++chunk.count;
         }
         return chunk;
     }
@@ -292,17 +312,16 @@ private:
         return !any(infinite);
     }
 
-    // Returns whether a row may go by the copy alone: false where values that not all rows see are not finite.
-    bool copy_values(T* to, const Chunk& chunk, const Piece& piece) const {
+    // Copies the values of groups that not all rows see entirely, or that do not fill vectors. Returns whether a row may
+    // go by the copy alone: false where values that not all rows see are not finite.
+    bool separate(Chunk& chunk, T* copies, const Piece& piece) const {
         bool finite = true;
         for (int64_t g = 0; g < chunk.count; ++g) {
-            T* const group = to + g * LANES * width_;
-            const T* const from = chunk.groups[g].values;
-            if (chunk.groups[g].seen(piece.visible) == LANES && width_ == pages_.head_dim) {
-                std::memcpy(group, from, LANES * width_ * sizeof(T));
-            } else {
-                finite &= copy_seen(group, from, chunk.groups[g].seen(piece.context()));
-            }
+            Group& group = chunk.groups[g];
+            if (group.seen(piece.visible) == LANES && width_ == pages_.head_dim) continue;
+            T* const copy = copies + g * LANES * width_;
+            finite &= copy_seen(copy, group.values, group.seen(piece.context()));
+            group.values = copy;
         }
         return finite || piece.rows == 1;
     }
@@ -313,9 +332,9 @@ private:
         begin(memory, layer, piece);
         Chunk next = chunk(layer, piece, 0);
         for (int64_t first = 0; first < groups; first += attention::CHUNK) {
-            const Chunk current = next;
+            Chunk current = next;
             next = chunk(layer, piece, std::min(first + attention::CHUNK, groups - 1));
-            if (!copy_values(memory.values, current, piece)) {
+            if (!separate(current, memory.values, piece)) {
                 // Alone, a row sees a position or it does not.
                 for (int64_t i = 0; i < piece.rows; ++i) {
                     attend(layer, {piece.first_row + i, 1, piece.visible + i, piece.blocks});
@@ -344,13 +363,14 @@ private:
 
     // One chunk for `count` queries from `query`.
     void add_chunk(const Memory& memory, const Chunk& chunk, const Piece& piece, int64_t query, int64_t count) const {
-        const auto keys = [&](int64_t group) { return chunk.groups[group].keys; };
+        const int64_t pairs = pages_.head_dim / PAIR<T>, step = tiles_ ? LANES : pairs;
+        const auto keys = [&](int64_t group, int64_t i) { return chunk.groups[group].keys + i * step * PIECE<T>; };
         product(memory.scores, POSITIONS, memory.queries + query * pages_.head_dim, pages_.head_dim, count, chunk.count,
-                attention::Right<T, decltype(keys)>{pages_.head_dim / PAIR<T>, LANES * PAIR<T>, keys});
+                attention::Right<T, decltype(keys)>{pairs / step, step, PIECE<T>, keys});
         const Floats correction = weigh(memory, chunk, piece, query, count);
-        const auto values = [&](int64_t column) { return memory.values + column * LANES * PAIR<T>; };
+        const auto values = [&](int64_t column, int64_t g) { return chunk.groups[g].values + column * PIECE<T>; };
         product(memory.means, width_, memory.weights, POSITIONS, count, width_ / LANES,
-                attention::Right<T, decltype(values)>{chunk.count * LANES / PAIR<T>, width_ * PAIR<T>, values});
+                attention::Right<T, decltype(values)>{chunk.count, LANES / PAIR<T>, width_ * PAIR<T>, values});
         for (int64_t i = 0; i < count; ++i) {
             float* const sums = memory.sums + (query + i) * width_;
             for (int64_t d = 0; d < width_; d += LANES) {
@@ -405,6 +425,7 @@ private:
                 const Floats power = fused(load(scores + g * LANES), all(scale_), all(-base[i]));
                 attention::store_weights(weights + g * LANES, attention::power_of_two(power));
             }
+            if (chunk.count % 2 == 1) store(weights + chunk.count * LANES, Floats{});
             // The weights as they were rounded, so that equal values have just that mean.
             Floats total = state.totals[i] * correction[i];
             const T ones[] = {from_float<T>(1), from_float<T>(1)};

@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int64_t TILE = 2 * LANES;       // outputs of one tile of weights
-constexpr int64_t MOST_ROWS = 2 * LANES;  // that meet a tile at once
+constexpr int64_t MOST_ROWS = 3 * LANES;  // that meet a tile at once
 
 // ---- Operands ----
 
@@ -200,82 +200,80 @@ void multiply_vectors(const Input& x, const Element* weights, Span span, int64_t
 #ifdef AMX
 constexpr int64_t STEP = 2 * 16 * 64;  // bytes of weights that meet one tile of activations
 
-// Tile loads do not wake the prefetcher of the memory, and wait for their lines one after the other.
-template <int FIRST>
-inline void fetch_half_step(const char* weights) {
-#pragma GCC unroll 16
-    for (int line = FIRST; line < FIRST + 16; ++line) asm volatile("prefetcht0 %0" ::"m"(weights[STEP + 64 * line]));
+// Calls use(i) for i in [0, COUNT), as a constant.
+template <class Use, int... I>
+inline void unrolled(std::integer_sequence<int, I...>, const Use& use) {
+    (use(std::integral_constant<int, I>()), ...);
 }
 
-// Tiles 0 and 1 += tile 6, rows at `x`, times tiles 4 and 5, a step of weights; 2 and 3 those of `more`, 16 rows on.
+template <int COUNT, class Use>
+inline void unrolled(const Use& use) {
+    unrolled(std::make_integer_sequence<int, COUNT>(), use);
+}
+
+// Of the eight tiles, 2 b and 2 b + 1 hold the sums of block b of 16 rows with the left and the right half of a tile of
+// weights, and the last one such a half. Rows are kept for the second half where there is room.
+constexpr int WEIGHTS = 7;
+
+template <int BLOCKS>
+constexpr int rows_tile(int block) {
+    return BLOCKS <= 2 ? 4 + block : 6;
+}
+
+// Lines [FIRST, LAST) of the next step of weights. Tile loads do not wake the prefetcher of the memory, and wait for their
+// lines one after the other.
+template <int FIRST, int LAST>
+inline void fetch_lines(const char* weights) {
+#pragma GCC unroll 32
+    for (int line = FIRST; line < LAST; ++line) asm volatile("prefetcht0 %0" ::"m"(weights[STEP + 64 * line]));
+}
+
+// One step: blocks of rows, `apart` from each other, times a tile of weights. Where in between the fetches stand decides
+// how much of the memory's speed is left; this order is the best of many that were measured.
 template <int BLOCKS, class T>
-inline void multiply_step(const T* x, const T* more, const char* weights) {
-    _tile_loadd(4, weights, 2 * 64);
-    fetch_half_step<0>(weights);
-    _tile_loadd(6, x, 64);
-    if constexpr (BLOCKS == 2) _tile_loadd(7, more, 64);
-    if constexpr (sizeof(T) == 2) {
-        _tile_dpbf16ps(0, 6, 4);
-        if constexpr (BLOCKS == 2) _tile_dpbf16ps(2, 7, 4);
-    } else {
-        _tile_dpbsud(0, 6, 4);
-        if constexpr (BLOCKS == 2) _tile_dpbsud(2, 7, 4);
-    }
-    fetch_half_step<16>(weights);
-    _tile_loadd(5, weights + 64, 2 * 64);
-    if constexpr (sizeof(T) == 2) {
-        _tile_dpbf16ps(1, 6, 5);
-        if constexpr (BLOCKS == 2) _tile_dpbf16ps(3, 7, 5);
-    } else {
-        _tile_dpbsud(1, 6, 5);
-        if constexpr (BLOCKS == 2) _tile_dpbsud(3, 7, 5);
-    }
+inline void multiply_step(const T* rows, int64_t apart, const char* weights) {
+    unrolled<2 * BLOCKS>([&](auto i) {
+        constexpr int HALF = i / BLOCKS, BLOCK = i % BLOCKS, ROWS = rows_tile<BLOCKS>(BLOCK);
+        if constexpr (BLOCKS <= 2 && HALF == 1 && BLOCK == 0) fetch_lines<16, 32>(weights);
+        if constexpr (BLOCK == 0) load_tile<WEIGHTS>(weights + 64 * HALF, 2 * 64);
+        if constexpr (BLOCKS <= 2 && i == 0) {
+            fetch_lines<0, 16>(weights);
+            unrolled<BLOCKS>([&](auto j) { load_tile<rows_tile<BLOCKS>(j)>(rows + j * apart, 64); });
+        }
+        if constexpr (BLOCKS > 2) {
+            fetch_lines<32 * i / (2 * BLOCKS), 32 * (i + 1) / (2 * BLOCKS)>(weights);
+            load_tile<ROWS>(rows + BLOCK * apart, 64);
+        }
+        if constexpr (sizeof(T) == 2) {
+            multiply_bfloat16_tiles<2 * BLOCK + HALF, ROWS, WEIGHTS>();
+        } else {
+            multiply_int8_tiles<2 * BLOCK + HALF, ROWS, WEIGHTS>();
+        }
+    });
 }
 
-constexpr int64_t SUMS_ROW = TILE * 4;  // bytes
-
-template <int BLOCKS>
-inline void clear_tiles() {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (BLOCKS == 2) {
-        _tile_zero(2);
-        _tile_zero(3);
+// Steps [begin, end); T are the elements of the rows. The sums go on from `from`, which may be null, to `to`:
+// [rows][TILE] of 4 bytes.
+template <int BLOCKS, class T>
+void multiply_steps(const Tiled<T>& x, int64_t row, const void* weights, int64_t begin, int64_t end, const void* from,
+                    void* to) {
+    constexpr int64_t ROW = TILE * 4;
+    unrolled<2 * BLOCKS>([&](auto i) {
+        if (from) {
+            load_tile<i>((const char*)from + i / 2 * LANES * ROW + i % 2 * 64, ROW);
+        } else {
+            clear_tile<i>();
+        }
+    });
+    for (int64_t piece = begin; piece < end; ++piece) {
+        multiply_step<BLOCKS>(x.tile(row / LANES, piece), LANES * x.size, (const char*)weights + piece * STEP);
     }
-}
-
-template <int BLOCKS>
-inline void load_tiles(const float (*from)[TILE]) {
-    _tile_loadd(0, from, SUMS_ROW);
-    _tile_loadd(1, from[0] + LANES, SUMS_ROW);
-    if constexpr (BLOCKS == 2) {
-        _tile_loadd(2, from + LANES, SUMS_ROW);
-        _tile_loadd(3, from[LANES] + LANES, SUMS_ROW);
-    }
-}
-
-template <int BLOCKS, class Number>
-inline void store_tiles(Number (*to)[TILE]) {
-    _tile_stored(0, to, SUMS_ROW);
-    _tile_stored(1, to[0] + LANES, SUMS_ROW);
-    if constexpr (BLOCKS == 2) {
-        _tile_stored(2, to + LANES, SUMS_ROW);
-        _tile_stored(3, to[LANES] + LANES, SUMS_ROW);
-    }
+    unrolled<2 * BLOCKS>([&](auto i) { store_tile<i>((char*)to + i / 2 * LANES * ROW + i % 2 * 64, ROW); });
 }
 
 template <int BLOCKS>
 void multiply_tiles(const Tiled<bfloat16>& x, const bfloat16* weights, Span span, int64_t row, int64_t, Sums& sums) {
-    if (span.begin == 0) {
-        clear_tiles<BLOCKS>();
-    } else {
-        load_tiles<BLOCKS>(sums.at);
-    }
-    for (int64_t piece = span.begin / 32; piece < span.end / 32; ++piece) {
-        const bfloat16* const rows = x.tile(row / LANES, piece);
-        multiply_step<BLOCKS>(rows, rows + LANES * x.size, (const char*)weights + piece * STEP);
-    }
-    store_tiles<BLOCKS>(sums.at);
+    multiply_steps<BLOCKS>(x, row, weights, span.begin / 32, span.end / 32, span.begin ? sums.at : nullptr, sums.at);
 }
 
 template <int BLOCKS>
@@ -284,12 +282,7 @@ void multiply_tiles(const Packed8::Input& x, const uint8_t* weights, Span span, 
     alignas(64) int32_t products[BLOCKS * LANES][TILE];
     if (span.begin == 0) std::fill_n(sums.at[0], count * TILE, 0.0f);
     for (int64_t group = span.begin / GROUP; group < span.end / GROUP; ++group) {
-        clear_tiles<BLOCKS>();
-        for (int64_t piece = group * GROUP / 64; piece < (group + 1) * GROUP / 64; ++piece) {
-            const int8_t* const rows = x.values.tile(row / LANES, piece);
-            multiply_step<BLOCKS>(rows, rows + LANES * x.values.size, (const char*)weights + piece * STEP);
-        }
-        store_tiles<BLOCKS>(products);
+        multiply_steps<BLOCKS>(x.values, row, weights, group * GROUP / 64, (group + 1) * GROUP / 64, nullptr, products);
         for (int64_t i = 0; i < count; ++i) {
             const int64_t index = x.index(row + i, group);
             const Ints correction = Ints{} + x.corrections[index];
@@ -297,6 +290,13 @@ void multiply_tiles(const Packed8::Input& x, const uint8_t* weights, Span span, 
                       (Ints)load_words(products[i] + LANES) + correction, x.scales[index]);
         }
     }
+}
+
+// By the number of blocks of rows.
+template <class Input, class Element, int... BLOCKS>
+constexpr auto multiply_by_blocks(std::integer_sequence<int, BLOCKS...>) {
+    using Multiply = void (*)(const Input&, const Element*, Span, int64_t, int64_t, Sums&);
+    return std::array<Multiply, sizeof...(BLOCKS)>{multiply_tiles<BLOCKS + 1>...};
 }
 #endif
 
@@ -312,8 +312,9 @@ void multiply(const Input& x, const Element* weights, Span span, int64_t row, in
 #ifdef AMX
     if constexpr (sizeof(Element) < 4) {
         if (by_tiles<Element>()) {
-            if (count > LANES) return multiply_tiles<2>(x, weights, span, row, count, sums);
-            return multiply_tiles<1>(x, weights, span, row, count, sums);
+            constexpr auto BLOCKS = std::make_integer_sequence<int, MOST_ROWS / LANES>();
+            static constexpr auto by_blocks = multiply_by_blocks<Input, Element>(BLOCKS);
+            return by_blocks[(count - 1) / LANES](x, weights, span, row, count, sums);
         }
     }
 #endif
@@ -344,7 +345,8 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
     using Element = typename Weights::Element;
     const int64_t inputs = Weights::padded(weights.inputs), tile_bytes = inputs * TILE * sizeof(Element);
     const int64_t all_tiles = ceil_div(weights.outputs, TILE * TOGETHER);
-    const bool many = rows > MOST_ROWS;
+    const bool many = rows > 2 * MOST_ROWS;
+    const int64_t rows_at_once = many ? 2 * LANES : MOST_ROWS;
     // Rows that do not fit beside the weights anyway are read less often by more weights at a time.
     const int64_t cached = rows * inputs * (int64_t)sizeof(Element) > 2 * CACHED ? 2 * CACHED : CACHED;
     const int64_t most = std::min<int64_t>(cached / tile_bytes, MOST_TILES) / TOGETHER;
@@ -356,8 +358,8 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
 #pragma omp for schedule(dynamic, 1)
     for (int64_t begin = 0; begin < all_tiles; begin += together) {
         const int64_t end = std::min(begin + together, all_tiles);
-        for (int64_t row = 0; row < rows; row += MOST_ROWS) {
-            const int64_t count = std::min(MOST_ROWS, rows - row);
+        for (int64_t row = 0; row < rows; row += rows_at_once) {
+            const int64_t count = std::min(rows_at_once, rows - row);
             for (int64_t input = 0; input < inputs; input += at_once) {
                 const Span span = {input, std::min(input + at_once, inputs)};
                 for (int64_t index = begin * TOGETHER; index < end * TOGETHER; ++index) {
