@@ -21,7 +21,7 @@ void linear_alone(const T* x, const PacelineMatrix& matrix, int64_t rows, int64_
         }
     }
 #pragma omp parallel num_threads(num_threads)
-    project(matrix, tiled, rows, shared, out);
+    project(matrix, tiled, rows, shared, RowMajor{out, matrix.outputs});
 }
 
 template <class T>

@@ -56,7 +56,7 @@ public:
             for (int64_t row = 0; row < rows; ++row) {
                 for (int64_t i = 0; i < model_.hidden; ++i) *normed_.at(row, i) = hidden[row * model_.hidden + i];
             }
-            project(model_.head, normed_, rows, room_, out);
+            project(model_.head, normed_, rows, room_, RowMajor{out, model_.vocab});
         }
     }
 
@@ -81,8 +81,9 @@ private:
 
     void reserve(int64_t rows) {
         const int64_t heads = model_.num_heads * model_.head_dim;
-        residual_ = residual_memory_.get(rows * model_.hidden);
-        qkv_ = qkv_memory_.get(rows * (heads + 2 * model_.num_kv_heads * model_.head_dim));
+        const int64_t all_heads = heads + 2 * model_.num_kv_heads * model_.head_dim;
+        residual_ = {residual_memory_.get(Striped::elements(rows, model_.hidden)), rows};
+        qkv_ = {qkv_memory_.get(Striped::elements(rows, all_heads)), rows};
         query_ = query_memory_.get(rows * heads);
         placed_ = placed_memory_.get(rows * 2 * model_.num_kv_heads * model_.head_dim);
         normed_ = tiled(normed_memory_, rows, model_.hidden);
@@ -99,17 +100,17 @@ private:
         const PacelineMatrix& head = model_.head;
 #pragma omp for
         for (int64_t row = 0; row < rows; ++row) {
-            float* const to = residual_ + row * model_.hidden;
             const int64_t token = token_ids[row];
+            const auto copy = [&](const auto& element) {
+                for (int64_t i = 0; i < model_.hidden; ++i) *residual_.at(row, i) = element(i);
+            };
             if (model_.embedding) {
                 const T* const from = (const T*)model_.embedding + token * model_.hidden;
-                for (int64_t i = 0; i < model_.hidden; ++i) to[i] = to_float(from[i]);
+                copy([&](int64_t i) { return to_float(from[i]); });
             } else if (head.scales) {
-                const Packed8 weights = packed8(head);
-                for (int64_t i = 0; i < model_.hidden; ++i) to[i] = weight(weights, token, i);
+                copy([&, weights = packed8(head)](int64_t i) { return weight(weights, token, i); });
             } else {
-                const Packed<T> weights = packed<T>(head);
-                for (int64_t i = 0; i < model_.hidden; ++i) to[i] = weight(weights, token, i);
+                copy([&, weights = packed<T>(head)](int64_t i) { return weight(weights, token, i); });
             }
         }
     }
@@ -120,23 +121,19 @@ private:
     void normalize(const float* weight, int64_t rows) {
 #pragma omp for
         for (int64_t row = 0; row < rows; ++row) {
-            const float* const from = residual_ + row * model_.hidden;
-            const float scale = root_mean_square_inverse(from, model_.hidden);
-            for (int64_t i = 0; i < model_.hidden; i += LANES) {
-                const int64_t count = model_.hidden - i;
-                store_some(normed_.at(row, i), load_some(from + i, count) * scale * load_some(weight + i, count), count);
-            }
+            const auto from = [&](int64_t i) { return residual_.at(row, i); };
+            normalize(from, weight, model_.hidden, [&](int64_t i) { return normed_.at(row, i); });
         }
     }
 
     // residual_ += x * matrix
     void add(const Tiled<T>& x, int64_t rows, const PacelineMatrix& matrix) {
         multiply_by<1>(matrix, x, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
-            float* const to = residual_ + row * model_.hidden + output;
             for (int64_t i = 0; i < TILE; i += LANES) {
                 const int64_t count = matrix.outputs - output - i;
                 if (count <= 0) return;
-                store_some(to + i, load_some(to + i, count) + with_bias(sums[0] + i, matrix, output + i), count);
+                float* const to = residual_.at(row, output + i);
+                store_some(to, load_some(to, count) + with_bias(sums[0] + i, matrix, output + i), count);
             }
         });
     }
@@ -159,19 +156,21 @@ private:
         const int64_t heads = model_.num_heads, kv_heads = model_.num_kv_heads, size = model_.head_dim;
 #pragma omp for
         for (int64_t row = 0; row < rows; ++row) {
-            float* from = qkv_ + row * (heads + 2 * kv_heads) * size;
             T* const query = query_ + row * heads * size;
             T* const key = placed_ + row * 2 * kv_heads * size;
             T* const value = key + kv_heads * size;
+            thread_local std::vector<float> head;
+            head.resize(size);
+            for (int64_t index = 0; index < heads + kv_heads; ++index) {
+                qkv_.read(row, index * size, size, head.data());
+                const bool is_query = index < heads;
+                T* const to = is_query ? query + index * size : key + (index - heads) * size;
+                rotate(head.data(), is_query ? layer.q_norm : layer.k_norm, positions_[row], to);
+            }
+            for (int64_t i = 0; i < kv_heads * size; ++i) {
+                value[i] = from_float<T>(*qkv_.at(row, (heads + kv_heads) * size + i));
+            }
             const int64_t position = positions_[row];
-            for (int64_t head = 0; head < heads; ++head, from += size) {
-                rotate(from, layer.q_norm, position, query + head * size);
-            }
-            for (int64_t head = 0; head < kv_heads; ++head, from += size) {
-                rotate(from, layer.k_norm, position, key + head * size);
-            }
-            const int64_t count = kv_heads * size;
-            for (int64_t i = 0; i < count; i += LANES) store_some(value + i, load_some(from + i, count - i), count - i);
             const int64_t block = batch.block_tables[sequences_[row] * batch.max_blocks + position / pages.block_size];
             for (int64_t head = 0; head < kv_heads; ++head) {
                 pages.write(keys, values, block, position % pages.block_size, head, key + head * size,
@@ -183,7 +182,8 @@ private:
     // One head, which is normalized in place first, if it is to be.
     void rotate(float* x, const float* norm, int64_t position, T* out) const {
         const int64_t half = model_.head_dim / 2;
-        if (norm) normalize(x, norm, model_.head_dim, x);
+        const auto element = [&](int64_t i) { return x + i; };
+        if (norm) normalize(element, norm, model_.head_dim, element);
         const float *cos = model_.cos + position * half, *sin = model_.sin + position * half;
         for (int64_t i = 0; i < half; i += LANES) {
             const int64_t count = half - i;
@@ -197,42 +197,40 @@ private:
     void finish(int64_t rows, T* out) {
 #pragma omp for
         for (int64_t row = 0; row < rows; ++row) {
-            normalize(residual_ + row * model_.hidden, model_.norm, model_.hidden, out + row * model_.hidden);
+            const auto from = [&](int64_t i) { return residual_.at(row, i); };
+            normalize(from, model_.norm, model_.hidden, [&](int64_t i) { return out + row * model_.hidden + i; });
         }
     }
 
     // -- pieces --
 
-    template <class To>
-    void normalize(const float* x, const float* weight, int64_t size, To* out) const {
-        const float scale = root_mean_square_inverse(x, size);
-        for (int64_t i = 0; i < size; i += LANES) {
-            const int64_t count = size - i;
-            store_some(out + i, load_some(x + i, count) * scale * load_some(weight + i, count), count);
-        }
-    }
-
-    float root_mean_square_inverse(const float* x, int64_t size) const {
+    // x over its root mean square, times weight; `from` and `to` tell where 16 elements from the i-th lie.
+    template <class From, class To>
+    void normalize(const From& from, const float* weight, int64_t size, const To& to) const {
         Floats squares = {};
         for (int64_t i = 0; i < size; i += LANES) {
-            const Floats part = load_some(x + i, size - i);
-            squares = fused(part, part, squares);
+            const Floats x = load_some((const float*)from(i), size - i);
+            squares = fused(x, x, squares);
         }
         float sum = 0;
         for (int lane = 0; lane < LANES; ++lane) sum += squares[lane];
-        return 1 / std::sqrt(sum / size + model_.eps);
+        const float scale = 1 / std::sqrt(sum / size + model_.eps);
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int64_t count = size - i;
+            store_some(to(i), load_some((const float*)from(i), count) * scale * load_some(weight + i, count), count);
+        }
     }
 
     static Floats silu(Floats x) {
         const Floats most = all(88.0f);  // beyond, exp overflows
-        return x / (exp(-x > most ? most : -x) + 1.0f);
+        return x * reciprocal(exp(-x > most ? most : -x) + 1.0f);
     }
 
     const PacelineModel model_;
     std::vector<int64_t> positions_, sequences_;  // of each row
     Zeroed<float> residual_memory_, qkv_memory_;
     Zeroed<T> query_memory_, placed_memory_, normed_memory_, attended_memory_, gated_memory_;
-    float *residual_, *qkv_;              // [rows, hidden], [rows, heads of q, k and v]
+    Striped residual_, qkv_;              // [rows, hidden], [rows, heads of q, k and v]
     T *query_, *placed_;                  // [rows, num_heads, head_dim], [rows, keys then values, head_dim]
     Tiled<T> normed_, attended_, gated_;  // [rows, hidden], [rows, num_heads * head_dim], [rows, intermediate]
     Quantized room_;

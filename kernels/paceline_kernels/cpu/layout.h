@@ -121,6 +121,40 @@ struct Tiled {
     }
 };
 
+// Sums of float32 [rows, size] in stripes of 32 columns, [size / 32][rows][32]: what a tile of weights gives lies in one
+// piece. A matrix of rows would spread it over as many pages as there are rows.
+struct Striped {
+    static constexpr int64_t WIDTH = 32;
+
+    float* data;
+    int64_t rows;
+
+    static int64_t elements(int64_t rows, int64_t size) { return rows * round_up(size, WIDTH); }
+
+    // Behind it stand the columns of the same stripe.
+    float* at(int64_t row, int64_t column) const {
+        return data + (column / WIDTH * rows + row) * WIDTH + column % WIDTH;
+    }
+
+    void read(int64_t row, int64_t column, int64_t count, float* to) const {
+        while (count > 0) {
+            const int64_t some = std::min(count, WIDTH - column % WIDTH);
+            std::copy_n(at(row, column), some, to);
+            column += some;
+            count -= some;
+            to += some;
+        }
+    }
+};
+
+// As numpy has them.
+struct RowMajor {
+    float* data;
+    int64_t size;
+
+    float* at(int64_t row, int64_t column) const { return data + row * size + column; }
+};
+
 // ---- Keys and values ----
 
 // The pages of one layer. A block holds each KV head's positions in groups of 16, lane p % 16 of a group for position p

@@ -85,14 +85,14 @@ inline Floats with_bias(const float* sums, const PacelineMatrix& matrix, int64_t
     return matrix.bias ? load(sums) + load(matrix.bias + output) : load(sums);
 }
 
-// x times a matrix, plus its bias -> out [rows, outputs]. Shared by the team.
-template <class T>
-void project(const PacelineMatrix& matrix, const Tiled<T>& x, int64_t rows, const Quantized& room, float* out) {
+// x times a matrix, plus its bias -> out [rows, outputs], Striped or RowMajor. Shared by the team.
+template <class T, class Out>
+void project(const PacelineMatrix& matrix, const Tiled<T>& x, int64_t rows, const Quantized& room, const Out& out) {
     multiply_by<1>(matrix, x, rows, room, [&](int64_t output, int64_t row, const float* const* sums) {
         for (int64_t i = 0; i < TILE; i += LANES) {
             const int64_t count = matrix.outputs - output - i;
             if (count <= 0) return;
-            store_some(out + row * matrix.outputs + output + i, with_bias(sums[0] + i, matrix, output + i), count);
+            store_some(out.at(row, output + i), with_bias(sums[0] + i, matrix, output + i), count);
         }
     });
 }
