@@ -8,13 +8,15 @@ from pathlib import Path
 
 from protocol import Load, serve
 
-os.environ |= {
+# Defaults, so that the harness's caller may try others.
+for name, value in {
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # by default one CPU is left idle
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # vLLM would leave one CPU idle
     "VLLM_NO_USAGE_STATS": "1",
     # Recommended by vLLM's manual; for the processes it starts.
     "LD_PRELOAD": ":".join(str(library) for library in sorted((Path(sys.prefix) / "preload").glob("*.so*"))),
-}
+}.items():
+    os.environ.setdefault(name, value)
 
 import vllm
 

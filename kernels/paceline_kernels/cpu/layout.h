@@ -83,6 +83,15 @@ inline void store(bfloat16* to, Floats x) {
 #endif
 }
 
+// Of magnitude below 128.
+inline void store(int8_t* to, Ints x) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int lane = 0; lane < LANES; ++lane) to[lane] = (int8_t)x[lane];
+#endif
+}
+
 // `count` elements, at most LANES, and zeros behind them.
 template <class T>
 inline Floats load_some(const T* from, int64_t count) {

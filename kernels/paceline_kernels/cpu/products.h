@@ -13,34 +13,29 @@ namespace {
         template <class T>
 void quantize(const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
 #pragma omp for
-        for (int64_t row = 0; row < rows; ++row) {
-            for (int64_t group = 0; group < to.groups(); ++group) {
-                Floats part[GROUP / LANES] = {};
-                Floats largest = {};
-                for (int64_t i = 0; i < GROUP && group * GROUP + i < x.size; i += LANES) {
-                    Floats& some = part[i / LANES];
-                    some = load(x.at(row, group * GROUP + i));
-                    const Floats magnitude = some < 0.0f ? -some : some;
-                    largest = magnitude > largest ? magnitude : largest;
-                }
-                const float scale = maximum(largest) / 127;
-                const Floats inverse = all(scale > 0 ? 1 / scale : 0);
-                Ints sum = {};
-                int8_t* const values = to.values.at(row, group * GROUP);
-                for (int64_t i = 0; i < GROUP; i += LANES) {
-                    const Ints nearest = rounded(part[i / LANES] * inverse);
-                    sum += nearest;
-                    for (int lane = 0; lane < LANES; ++lane) {
-                        values[i / 64 * LANES * 64 + i % 64 + lane] = (int8_t)nearest[lane];
-                    }
-                }
-                int32_t total = 0;
-                for (int lane = 0; lane < LANES; ++lane) total += sum[lane];
-                to.scales[to.index(row, group)] = scale;
-                to.corrections[to.index(row, group)] = -OFFSET * total;
+    for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t group = 0; group < to.groups(); ++group) {
+            const int64_t begin = group * GROUP;
+            Floats part[GROUP / LANES] = {};
+            Floats largest = {};
+            for (int64_t i = 0; i < GROUP && begin + i < x.size; i += LANES) {
+                const Floats some = load(x.at(row, begin + i)), magnitude = some < 0.0f ? -some : some;
+                largest = magnitude > largest ? magnitude : largest;
+                part[i / LANES] = some;
             }
+            const float scale = maximum(largest) / 127;
+            const Floats inverse = all(scale > 0 ? 1 / scale : 0);
+            Ints sum = {};
+            for (int64_t i = 0; i < GROUP; i += LANES) {
+                const Ints nearest = rounded(part[i / LANES] * inverse);
+                store(to.values.at(row, begin + i), nearest);
+                sum += nearest;
+            }
+            to.scales[to.index(row, group)] = scale;
+            to.corrections[to.index(row, group)] = -OFFSET * total(sum);
         }
     }
+}
 
 // Room for activations of 8 bits.
 class Quantized {

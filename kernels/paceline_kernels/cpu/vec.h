@@ -94,9 +94,23 @@ inline bool any(Ints mask) {
 }
 
 inline float maximum(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float best = x[0];
     for (int lane = 1; lane < LANES; lane++) best = x[lane] > best ? x[lane] : best;
     return best;
+#endif
+}
+
+inline int32_t total(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
+    return sum;
+#endif
 }
 
 // Write the lanes set in the mask one after the other; returns how many. `to` has room for LANES.
