@@ -96,7 +96,8 @@ class Worker:
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "ended without a word")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"exit status {self._process.wait()}: {last}"
 
 
 @dataclass

@@ -18,7 +18,7 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-import vllm
+import vllm  # noqa: E402
 
 
 class VLLM:

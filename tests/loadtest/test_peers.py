@@ -101,7 +101,7 @@ def test_a_worker_is_stopped_between_its_turns_and_gone_after_close(scripted: An
 
 def test_a_crash_is_told_in_the_workers_last_words_and_the_next_run_starts_anew(scripted: Any, tmp_path: Path) -> None:
     engine = scripted("a", failing=[[3, 2]])
-    with pytest.raises(WorkerFailed, match=r"^out of memory$"):
+    with pytest.raises(WorkerFailed, match="^exit status 1: out of memory$"):
         engine.run(LOAD, [[1], [2]], 4)
     assert engine.run(LOAD, [[1]], 4)[1] == [[1] * 4]
     pids = [load[0] for load in loads(tmp_path, "a")]
@@ -179,7 +179,9 @@ def test_a_failed_cell_is_not_tried_again_and_the_rest_goes_on(scripted: Any, tm
     engines = [scripted(OURS), scripted("peer", failing=[[3, 1]])]
     (*_, cells) = compare.measure(engines, [[1], [2]], [1, 2], [OFF, "3"], 4, 2, Path("t"), Path("d"))
     failed = [c for c in cells if c.error is not None]
-    assert [(c.engine, c.depth, c.concurrency, c.error) for c in failed] == [("peer", "3", 1, "out of memory")]
+    assert [(c.engine, c.depth, c.concurrency, c.error) for c in failed] == [
+        ("peer", "3", 1, "exit status 1: out of memory")
+    ]
     assert all(len(c.samples) == 2 for c in cells if c.error is None)
     # Round 1: off, 3 which crashes, 3 anew for 2 streams. Round 2: off and 3.
     assert [load[1] for load in loads(tmp_path, "peer")] == ["0", "3", "3", "0", "3"]
@@ -273,7 +275,7 @@ def test_the_command_prints_tables_and_writes_json(
     assert written["engines"] == {OURS: "Scripted 1.0", "peer": "Scripted 1.0"}
     assert written["bytes_per_second"] == [20e9] * 3
     peer = {(c["depth"], c["concurrency"]): c for c in written["cells"] if c["engine"] == "peer"}
-    assert peer["3", 1]["error"] == "out of memory"
+    assert peer["3", 1]["error"] == "exit status 1: out of memory"
     assert len(peer["3", 2]["decode_rate"]) == 2
     assert peer["3", 2]["same_text"] == [4, 4]
     assert [(r["concurrency"], r["speculation"]) for r in written["ratios"]] == [

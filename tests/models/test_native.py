@@ -58,10 +58,9 @@ SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, o
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
     num_kv_heads = draw(st.integers(1, 3))
-    biases = {name: draw(st.booleans()) for name in ("attention_bias", "output_bias", "mlp_bias")}
     return replace(
         CONFIG,
-        hidden_size=draw(st.one_of(st.integers(1, 80), st.sampled_from([32, 64, 128, 160]))),
+        hidden_size=draw(st.one_of(st.integers(6, 80), st.sampled_from([32, 64, 128, 160]))),
         intermediate_size=draw(st.integers(1, 150)),
         num_layers=draw(st.integers(1, 3)),
         num_heads=num_kv_heads * draw(st.integers(1, 5)),
@@ -70,8 +69,10 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         vocab_size=draw(st.integers(2, 150)),
         rope_scaling=draw(st.sampled_from([None, SCALING])),
         tie_word_embeddings=draw(st.booleans()),
+        attention_bias=draw(st.booleans()),
+        output_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
-        **biases,
     )
 
 
@@ -130,8 +131,8 @@ def test_bfloat16_is_as_close_to_float32_as_torch_is(config: ModelConfig, seed: 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(config=configs(), seed=SEEDS)
 def test_int8_equals_torch_with_everything_rounded_to_8_bits(config: ModelConfig, seed: int) -> None:
-    """But for values near the middle of two levels, of which a few fall to the other side; in more than one layer they
-    would move others.
+    """But for values near the middle of two levels, of which a few fall to the other side: most logits are the same. In
+    more than one layer they would move others.
     """
     config = replace(config, num_layers=1, vocab_size=config.vocab_size + 20)
     weights = random_weights(NativeDecoder(config, torch.float32), seed)
@@ -140,8 +141,8 @@ def test_int8_equals_torch_with_everything_rounded_to_8_bits(config: ModelConfig
     exact = paged_logits(in_torch(config, weights), prompts, seed)
     oracle = paged_logits(in_torch(config, rounded, ops=_EightBits), prompts, seed)
     found = paged_logits(native(config, "float32, int8", weights), prompts, seed)
+    assert errors(found, oracle).median() <= 0.05 * errors(oracle, exact).median()
     lost = errors(oracle, exact).mean()
-    assert errors(found, oracle).mean() <= 0.4 * lost + 1e-5
     halves = errors(paged_logits(in_torch(config, weights, torch.bfloat16), prompts, seed), exact).mean()
     both = paged_logits(native(config, "bfloat16, int8", weights), prompts, seed)
     assert errors(both, exact).mean() <= 1.5 * (lost + halves)
@@ -278,7 +279,7 @@ def _in_passes(
         token_ids, batch = _next(pages, fed)
         hidden = model.forward(token_ids, batch, pages.kv_cache)
         logits = model.logits(hidden[batch.query_starts[1:] - 1])
-        for name, row in zip(fed, logits.split(1), strict=True):
+        for name, row in zip(fed, logits.unsqueeze(1), strict=True):
             if len(drafts[name]) < depths[name]:
                 drafts[name].append(_choose(choices, index[name], len(drafts[name]), row))
         fed = {name: drafts[name][-1:] for name in fed if len(drafts[name]) < depths[name]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -36,7 +37,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        return 3 * float(self.head_dim) ** -0.5
+        return 3 / math.sqrt(self.head_dim)
 
     @lru_cache(maxsize=8)  # noqa: B019, a shape is a value
     def tokens(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,8 +201,8 @@ def test_every_run_is_what_its_rows_are_one_by_one(shape: Shape, steps: list[Run
     native = Native(shape, seeds[0])
     found: dict[str, list[Tensor]] = {}
     for runs in steps:
-        for name, rows in native.step(runs).items():
-            found.setdefault(name, []).extend(rows)
+        for name, out in native.step(runs).items():
+            found.setdefault(name, []).extend(out)
     for name, rows in found.items():
         alone = Native(shape, seeds[1])
         first = max(0, len(rows) - 20)  # the last ones see most

@@ -26,7 +26,7 @@ public:
             uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
             uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
         } config;
-        _tile_loadconfig(&config);
+        asm volatile("ldtilecfg %0" ::"m"(config));  // all of it, which the intrinsic does not say
     }
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;

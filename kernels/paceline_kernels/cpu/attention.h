@@ -32,6 +32,7 @@ constexpr int64_t PANELS = 1;
 
 // ---- Lanes ----
 
+constexpr float LOG2_E = 1.44269504f;
 const Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // 2^x for x <= 0 or hardly above, within 2e-7 of it, 1 at 0; 0 below -126, where it would be subnormal. NaN stays NaN.
@@ -48,13 +49,6 @@ inline Floats power_of_two(Floats x) {
     power = fused(power, r, all(0x1.62e42ap-1f));
     power = fused(power, r, all(1.0f));
     return x < -126.0f ? Floats{} : power * (Floats)((Words)shifted << 23);
-}
-
-inline float largest_lane(Floats x) {
-    const Half half = low(x) > high(x) ? low(x) : high(x);
-    float largest = half[0];
-    for (int lane = 1; lane < 8; ++lane) largest = std::max(largest, half[lane]);
-    return largest;
 }
 
 inline float sum_of_lanes(Floats x) {
@@ -162,16 +156,11 @@ public:
           groups_(pages.groups()),
           sharing_(num_heads / pages.num_kv_heads),
           width_(round_up(pages.head_dim, LANES)),
-          scale_(scale * (float)M_LOG2E),
+          scale_(scale * attention::LOG2_E),
           tiles_(std::is_same_v<T, bfloat16> && pages.head_dim % PIECE<T> == 0 && has_tiles()) {
-        // A decoded token and its drafts stay together: their context is read once.
-        const int64_t most = std::max<int64_t>(LANES, attention::QUERIES / sharing_);
         for (int64_t i = 0; i < batch.num_seqs; ++i) {
-            const int64_t end = batch.query_starts[i + 1];
-            for (int64_t row = batch.query_starts[i]; row < end; row += most) {
-                const int64_t visible = batch.context_lens[i] - (end - 1 - row);
-                pieces_.push_back({row, std::min(most, end - row), visible, batch.block_tables + i * batch.max_blocks});
-            }
+            // In this order the keys and values that one unit of work reads are near to what the one before it read.
+            for (int64_t head = 0; head < pages.num_kv_heads; ++head) cut_run(batch, i, head);
         }
     }
 
@@ -180,24 +169,21 @@ public:
     // but its padding is written.
     void operator()(const Tiled<T>& out, const T* query, const T* keys, const T* values) const {
         const Tiles tiles;
-        const int64_t kv_heads = pages_.num_kv_heads, units = pieces_.size() * kv_heads;
+        const Layer layer = {out, query, keys, values};
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t unit = 0; unit < units; ++unit) {
-            attend({out, query, keys, values, unit % kv_heads}, pieces_[unit / kv_heads]);
-        }
+        for (size_t i = 0; i < pieces_.size(); ++i) attend(layer, pieces_[i]);
     }
 
 private:
-    // One KV head of a layer.
-    struct Head {
+    struct Layer {
         const Tiled<T>& out;
         const T *query, *keys, *values;
-        int64_t index;
     };
 
-    // Consecutive rows of one sequence. The first of them sees `visible` positions, each next one more.
+    // What is computed together: consecutive rows of one sequence, with the query heads of one KV head. The first row
+    // sees `visible` positions, each next one more.
     struct Piece {
-        int64_t first_row, rows, visible;
+        int64_t kv_head, first_row, rows, visible;
         const int32_t* blocks;
 
         int64_t context() const { return visible + rows - 1; }
@@ -245,32 +231,42 @@ private:
         }
     };
 
-    // All query heads of one KV head for the rows of a piece.
-    void attend(const Head& head, const Piece& piece) const {
+    void cut_run(const Batch& batch, int64_t sequence, int64_t kv_head) {
+        // A decoded token and its drafts stay together: their context is read once.
+        const int64_t most = std::max<int64_t>(LANES, attention::QUERIES / sharing_);
+        const int64_t end = batch.query_starts[sequence + 1];
+        for (int64_t row = batch.query_starts[sequence]; row < end; row += most) {
+            const int64_t visible = batch.context_lens[sequence] - (end - 1 - row);
+            pieces_.push_back({kv_head, row, std::min(most, end - row), visible,
+                               batch.block_tables + sequence * batch.max_blocks});
+        }
+    }
+
+    void attend(const Layer& layer, const Piece& piece) const {
         const int64_t queries = piece.rows * sharing_, groups = groups_until(piece.context() - 1);
         const Memory memory(round_up(queries, LANES), pages_.head_dim, width_);
-        begin(memory, head, piece);
+        begin(memory, layer, piece);
         for (int64_t first = 0; first < groups; first += attention::CHUNK) {
-            const Chunk chunk = find(head, piece, first, std::min(attention::CHUNK, groups - first));
-            if (!copy_values(memory.values, chunk, piece)) return attend_one_by_one(head, piece);
+            const Chunk chunk = find(layer, piece, first, std::min(attention::CHUNK, groups - first));
+            if (!copy_values(memory.values, chunk, piece)) return attend_one_by_one(layer, piece);
             for (int64_t query = 0; query < queries; query += LANES) {
                 add(memory, chunk, piece, query, std::min<int64_t>(LANES, queries - query));
             }
         }
-        finish(memory, head, piece);
+        finish(memory, layer, piece);
     }
 
     // Alone, a row either sees a value or does not.
-    void attend_one_by_one(const Head& head, const Piece& piece) const {
+    void attend_one_by_one(const Layer& layer, const Piece& piece) const {
         for (int64_t i = 0; i < piece.rows; ++i) {
-            attend(head, {piece.first_row + i, 1, piece.visible + i, piece.blocks});
+            attend(layer, {piece.kv_head, piece.first_row + i, 1, piece.visible + i, piece.blocks});
         }
     }
 
-    void begin(const Memory& memory, const Head& head, const Piece& piece) const {
+    void begin(const Memory& memory, const Layer& layer, const Piece& piece) const {
         const int64_t size = sharing_ * pages_.head_dim, padded = round_up(piece.rows * sharing_, LANES);
         for (int64_t i = 0; i < piece.rows; ++i) {
-            const T* const from = head.query + ((piece.first_row + i) * pages_.num_kv_heads + head.index) * size;
+            const T* const from = layer.query + ((piece.first_row + i) * pages_.num_kv_heads + piece.kv_head) * size;
             std::copy_n(from, size, memory.queries + i * size);
         }
         std::fill(memory.queries + piece.rows * size, memory.queries + padded * pages_.head_dim, T{});
@@ -284,16 +280,16 @@ private:
     }
 
     // `count` groups from `first`. Their number is made even by one without positions.
-    Chunk find(const Head& head, const Piece& piece, int64_t first, int64_t count) const {
+    Chunk find(const Layer& layer, const Piece& piece, int64_t first, int64_t count) const {
         Chunk chunk;
         int64_t block = first / groups_, offset = first % groups_ * LANES;
         while (chunk.count < count) {
-            const int64_t at = pages_.group(piece.blocks[block], head.index, offset);
-            chunk.groups[chunk.count++] = {head.keys + at, head.values + at, block * pages_.block_size + offset,
+            const int64_t at = pages_.group(piece.blocks[block], piece.kv_head, offset);
+            chunk.groups[chunk.count++] = {layer.keys + at, layer.values + at, block * pages_.block_size + offset,
                                            std::min<int64_t>(LANES, pages_.block_size - offset)};
             // The rest of a group follows soon enough; its first line waits for the address, too.
-            __builtin_prefetch(head.keys + at);
-            __builtin_prefetch(head.values + at);
+            __builtin_prefetch(layer.keys + at);
+            __builtin_prefetch(layer.values + at);
             offset += LANES;
             if (offset >= pages_.block_size) offset = 0, ++block;
         }
@@ -390,7 +386,7 @@ private:
                 const Floats score = load(scores + g * LANES);
                 most = score > most ? score : most;
             }
-            largest[i] = attention::largest_lane(most);
+            largest[i] = maximum(most);
         }
         const Floats scaled = largest * scale_;
         const Floats base = scaled > state.base ? scaled : state.base;
@@ -421,15 +417,15 @@ private:
         }
     }
 
-    void finish(const Memory& memory, const Head& head, const Piece& piece) const {
+    void finish(const Memory& memory, const Layer& layer, const Piece& piece) const {
         for (int64_t i = 0; i < piece.rows * sharing_; ++i) {
             const int64_t row = piece.first_row + i / sharing_;
-            const int64_t column = (head.index * sharing_ + i % sharing_) * pages_.head_dim;
+            const int64_t column = (piece.kv_head * sharing_ + i % sharing_) * pages_.head_dim;
             const Floats total = all(attention::sum_of_lanes(memory.states[i / LANES].totals[i % LANES]));
             for (int64_t d = 0; d < pages_.head_dim; d += LANES) {
                 // Whether a zero is negative may depend on products with weight zero: adding zero makes it positive.
                 const Floats mean = load(memory.sums + i * width_ + d) / total + 0.0f;
-                write(head.out, row, column + d, mean, pages_.head_dim - d);
+                write(layer.out, row, column + d, mean, pages_.head_dim - d);
             }
         }
     }
