@@ -270,7 +270,7 @@ def test_the_enumeration_is_complete_and_each_feature_does_something(logits: dic
 
 
 def assert_noticed(pair: tuple[Path, Path], logits: dict[Run, Row], *names: str, depth: int = DEPTH) -> None:
-    """By every one of the features. With torch: what is broken here are steps that the native backend takes by itself."""
+    """By every one of the features. With torch: the native backend takes by itself some of the steps broken here."""
     counts = draw(pair, Method.DRAFT_MODEL, names, 3_000, depth, backend="torch")
     found = {name: p_value(counts[name], enumerate_runs(logits, FEATURES[name])) for name in names}
     assert all(p < 1e-6 for p in found.values()), found

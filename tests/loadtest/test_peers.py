@@ -101,7 +101,7 @@ def test_a_worker_is_stopped_between_its_turns_and_gone_after_close(scripted: An
 
 def test_a_crash_is_told_in_the_workers_last_words_and_the_next_run_starts_anew(scripted: Any, tmp_path: Path) -> None:
     engine = scripted("a", failing=[[3, 2]])
-    with pytest.raises(WorkerFailed, match="^exit status 1: out of memory$"):
+    with pytest.raises(WorkerFailed, match=r"^exit status 1: out of memory$"):
         engine.run(LOAD, [[1], [2]], 4)
     assert engine.run(LOAD, [[1]], 4)[1] == [[1] * 4]
     pids = [load[0] for load in loads(tmp_path, "a")]

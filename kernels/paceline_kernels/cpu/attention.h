@@ -70,18 +70,45 @@ inline void store_weights(bfloat16* to, Floats x) {
 
 // ---- Products of matrices ----
 
-// sum + the dot products of one pair with the pairs in 16 lanes.
-inline Floats add_products(Floats sum, const float* pair, Floats lanes) { return fused(all(*pair), lanes, sum); }
+// What a register holds: some lanes of a vector. Compilers keep wider ones in memory, at many times the cost.
+#if defined(__AVX512F__)
+typedef Floats Register;
+#else
+typedef Half Register;
+#endif
+typedef uint32_t Bits __attribute__((vector_size(sizeof(Register))));
+constexpr int WIDTH = sizeof(Register) / sizeof(float);
 
-inline Floats add_products(Floats sum, const bfloat16* pair, Floats lanes) {
+inline Register load_register(const void* from) {
+    Register x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+inline void store_register(float* to, Register x) { std::memcpy(to, &x, sizeof x); }
+
+inline Register multiply_add(Register a, Register b, Register c) {
+#if defined(__AVX512F__)
+    return fused(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// sum + the dot products of one pair with the pairs in the lanes.
+inline Register add_products(Register sum, const float* pair, Register lanes) {
+    return multiply_add(*pair - Register{}, lanes, sum);
+}
+
+inline Register add_products(Register sum, const bfloat16* pair, Register lanes) {
     uint32_t bits;
     std::memcpy(&bits, pair, sizeof bits);
-    const Words left = Words{} + bits, right = (Words)lanes;
+    const Bits left = Bits{} + bits, right = (Bits)lanes;
 #if defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)left, (__m512bh)(__m512)right);
+    return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)left, (__m512bh)(__m512)right);
 #else
-    sum = fused((Floats)(left << 16), (Floats)(right << 16), sum);
-    return fused((Floats)(left & 0xffff0000), (Floats)(right & 0xffff0000), sum);
+    sum = multiply_add((Register)(left << 16), (Register)(right << 16), sum);
+    return multiply_add((Register)(left & 0xffff0000), (Register)(right & 0xffff0000), sum);
 #endif
 }
 
@@ -105,15 +132,17 @@ Panels(int64_t, int64_t, Panel) -> Panels<Panel>;
 // N panels from `first` of out = left * right, for `rows` rows and some more, up to a multiple of ROWS.
 template <int N, class T, class Panel>
 void multiply(Rows<float> out, Rows<const T> left, int64_t rows, const Panels<Panel>& right, int64_t first) {
+    constexpr int PARTS = LANES / WIDTH;
     const T* panels[N];
     for (int n = 0; n < N; ++n) panels[n] = right.panel(first + n);
     for (int64_t row = 0; row < rows; row += ROWS) {
         const T* const pairs = left.data + row * left.stride;
-        Floats sums[ROWS][N] = {};
+        Register sums[ROWS][N * PARTS] = {};
         for (int64_t k = 0; k < right.pairs; ++k) {
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) {
-                const Floats lanes = load((const float*)(panels[n] + k * right.stride));
+#pragma GCC unroll 8
+            for (int n = 0; n < N * PARTS; ++n) {
+                const T* const line = panels[n / PARTS] + k * right.stride;
+                const Register lanes = load_register(line + n % PARTS * WIDTH * PAIR<T>);
 #pragma GCC unroll 4
                 for (int r = 0; r < ROWS; ++r) {
                     sums[r][n] = add_products(sums[r][n], pairs + r * left.stride + k * PAIR<T>, lanes);
@@ -121,7 +150,8 @@ void multiply(Rows<float> out, Rows<const T> left, int64_t rows, const Panels<Pa
             }
         }
         for (int r = 0; r < ROWS; ++r) {
-            for (int n = 0; n < N; ++n) store(out.data + (row + r) * out.stride + (first + n) * LANES, sums[r][n]);
+            float* const to = out.data + (row + r) * out.stride + first * LANES;
+            for (int n = 0; n < N * PARTS; ++n) store_register(to + n * WIDTH, sums[r][n]);
         }
     }
 }
@@ -159,7 +189,7 @@ public:
           scale_(scale * attention::LOG2_E),
           tiles_(std::is_same_v<T, bfloat16> && pages.head_dim % PIECE<T> == 0 && has_tiles()) {
         for (int64_t i = 0; i < batch.num_seqs; ++i) {
-            // In this order the keys and values that one unit of work reads are near to what the one before it read.
+            // In this order, what a piece reads of the pages is near to what the piece before it read.
             for (int64_t head = 0; head < pages.num_kv_heads; ++head) cut_run(batch, i, head);
         }
     }
@@ -209,11 +239,12 @@ private:
 
     // The softmax of 16 queries, as far as it has come.
     struct Softmax {
-        Floats base, totals[LANES];
+        Floats base;
+        float totals[LANES][LANES];  // of a query, by lane
     };
 
-    // This thread's, for one unit of work at a time. Query i of a piece is head i % sharing of row i / sharing; there
-    // are as many as fill 16 rows. Scores, weights and means are of 16 queries and one chunk.
+    // This thread's, for one piece at a time, `count` queries padded to a multiple of 16: query i is head i % sharing
+    // of row i / sharing. Scores, weights and means are of 16 queries and one chunk.
     struct Memory {
         T *queries, *values, *weights;
         float *sums, *scores, *means;
@@ -287,7 +318,7 @@ private:
             const int64_t at = pages_.group(piece.blocks[block], piece.kv_head, offset);
             chunk.groups[chunk.count++] = {layer.keys + at, layer.values + at, block * pages_.block_size + offset,
                                            std::min<int64_t>(LANES, pages_.block_size - offset)};
-            // The rest of a group follows soon enough; its first line waits for the address, too.
+            // Its first line would wait until the address is translated, too; the others follow soon enough.
             __builtin_prefetch(layer.keys + at);
             __builtin_prefetch(layer.values + at);
             offset += LANES;
@@ -401,11 +432,14 @@ private:
             }
             // Of the weights as they were rounded, so that a mean of equal values is that value.
             const T ones[] = {from_float<T>(1), from_float<T>(1)};
-            Floats total = state.totals[i] * correction[i];
-            for (int64_t k = 0; k < chunk.count * LANES; k += PIECE<T>) {
-                total = attention::add_products(total, ones, load((const float*)(weights + k)));
+            for (int lane = 0; lane < LANES; lane += attention::WIDTH) {
+                float* const to = state.totals[i] + lane;
+                attention::Register total = attention::load_register(to) * correction[i];
+                for (int64_t k = lane * PAIR<T>; k < chunk.count * LANES; k += PIECE<T>) {
+                    total = attention::add_products(total, ones, attention::load_register(weights + k));
+                }
+                attention::store_register(to, total);
             }
-            state.totals[i] = total;
         }
         return correction;
     }
@@ -421,7 +455,7 @@ private:
         for (int64_t i = 0; i < piece.rows * sharing_; ++i) {
             const int64_t row = piece.first_row + i / sharing_;
             const int64_t column = (piece.kv_head * sharing_ + i % sharing_) * pages_.head_dim;
-            const Floats total = all(attention::sum_of_lanes(memory.states[i / LANES].totals[i % LANES]));
+            const Floats total = all(attention::sum_of_lanes(load(memory.states[i / LANES].totals[i % LANES])));
             for (int64_t d = 0; d < pages_.head_dim; d += LANES) {
                 // Whether a zero is negative may depend on products with weight zero: adding zero makes it positive.
                 const Floats mean = load(memory.sums + i * width_ + d) / total + 0.0f;
