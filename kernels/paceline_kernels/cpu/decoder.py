@@ -347,6 +347,8 @@ class Decoder:
 
 def linear(x: Tensor, matrix: Matrix) -> Tensor:
     """x [rows, inputs], float32 or bfloat16, by packed weights, plus their bias -> [rows, matrix.outputs] float32."""
+    stored = {Kind.FLOAT32: torch.float32, Kind.BFLOAT16: torch.bfloat16}.get(matrix.kind, x.dtype)
+    assert x.dtype == stored, f"{x.dtype} by {matrix.kind.name}"
     x = x.contiguous()
     out = torch.empty(len(x), matrix.outputs)
     _library().paceline_linear(

@@ -17,13 +17,15 @@ void quantize(const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
         for (int64_t group = 0; group < to.groups(); ++group) {
             const int64_t begin = group * GROUP;
             Floats part[GROUP / LANES] = {};
-            Floats largest = {};
+            Floats largest = {}, poison = {};
             for (int64_t i = 0; i < GROUP && begin + i < x.size; i += LANES) {
                 const Floats some = load(x.at(row, begin + i)), magnitude = some < 0.0f ? -some : some;
                 largest = magnitude > largest ? magnitude : largest;
+                poison += some * 0.0f;
                 part[i / LANES] = some;
             }
-            const float scale = maximum(largest) / 127;
+            // What is not finite has no place among integers: its scale says so.
+            const float scale = any(poison != 0.0f) ? NAN : maximum(largest) / 127;
             const Floats inverse = all(scale > 0 ? 1 / scale : 0);
             Ints sum = {};
             for (int64_t i = 0; i < GROUP; i += LANES) {

@@ -169,7 +169,7 @@ inline void interleave(uint64_t* to, Wide a, Wide b) {
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
+#elif defined(__FMA__) && defined(__AVX2__)
     __m256 x[2], y[2], z[2];
     std::memcpy(x, &a, sizeof x);
     std::memcpy(y, &b, sizeof y);
