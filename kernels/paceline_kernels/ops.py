@@ -1,4 +1,6 @@
-"""What a backend of the decoder offers. Modules satisfy it: `reference`, and `invariant` on the CPU."""
+"""The decoder's operations one by one, as a module offers them: `reference` does. The native CPU backend has no use for
+them, since it runs all layers in one call.
+"""
 
 from __future__ import annotations
 

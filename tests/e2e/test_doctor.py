@@ -131,7 +131,7 @@ def test_advice_where_something_is_missing(tmp_path: Path, monkeypatch: pytest.M
         ("/x/torch/lib/libgomp.so.1", True),
         ("/x/torch/lib/libgomp-a34b3233.so.1.0.0", True),
         ("/usr/lib/llvm/libomp.so.5", True),
-        ("/opt/intel/libiomp5.so", True),
+        ("/x/intel/libiomp5.so", True),
         ("/x/libompi.so", False),
         ("/x/libtorch_cpu.so", False),
     ],

@@ -21,6 +21,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -65,6 +66,15 @@ def _load(name: str, march: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"{library} cannot be loaded: {error}") from error
+
+
+def obstacle(library: Callable[[], ctypes.CDLL]) -> str | None:
+    """None if a library can be had, else why not; asking compiles it, at first use."""
+    try:
+        library()
+    except BuildError as error:
+        return str(error)
+    return None
 
 
 def build(name: str, march: str) -> Path:

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from paceline_kernels.cpu.build import BuildError, load
+from paceline_kernels.cpu.build import load, obstacle
 from paceline_kernels.cpu.decoder import Kind
 from paceline_kernels.cpu.memory import zeros
 
@@ -45,11 +45,7 @@ def _library() -> ctypes.CDLL:
 
 def available() -> str | None:
     """None if this machine can compile the library, else why not; the first call compiles."""
-    try:
-        _library()
-    except BuildError as error:
-        return str(error)
-    return None
+    return obstacle(_library)
 
 
 def family() -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline_kernels.batch import PagedBatch
-from paceline_kernels.cpu.build import BuildError, load
+from paceline_kernels.cpu.build import load, obstacle
 from paceline_kernels.cpu.memory import zeros
 
 LANES = 16  # positions of a block that lie side by side: blocks are padded to as many
@@ -104,11 +104,7 @@ def _library() -> ctypes.CDLL:
 
 def available() -> str | None:
     """None if this machine can compile the library, else why not; the first call compiles, which takes a while."""
-    try:
-        _library()
-    except BuildError as error:
-        return str(error)
-    return None
+    return obstacle(_library)
 
 
 class Kind(enum.IntEnum):
@@ -260,7 +256,6 @@ class Decoder:
         self.hidden, self.vocab = len(weights.norm), weights.head.outputs
         self.dtype = dtype
         self._kept = (weights, layers)  # C++ has only pointers
-        self._kv_heads, self._head_dim = num_kv_heads, head_dim
         model = _Model(
             self.hidden,
             intermediate,
