@@ -16,17 +16,19 @@ inline bool has_tiles() {
     return permitted;
 }
 
-// While it lives, this thread's eight tiles have 16 rows of 64 bytes; nothing where there are none.
+// Rows of this thread's eight tiles, and their bytes.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// While it lives, this thread's tiles have these shapes; nothing where there are none.
 class Tiles {
 public:
-    Tiles() {
+    explicit Tiles(const TileShapes& shapes = {}) {
         if (!has_tiles()) return;
-        struct alignas(64) {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } config;
-        asm volatile("ldtilecfg %0" ::"m"(config));  // all of it, which the intrinsic does not say
+        asm volatile("ldtilecfg %0" ::"m"(shapes));  // all of it, which the intrinsic does not say
     }
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
@@ -67,8 +69,10 @@ inline void multiply_int8_tiles() {
 #else
 inline bool has_tiles() { return false; }
 
+struct TileShapes {};
+
 class Tiles {
 public:
-    Tiles() {}
+    explicit Tiles(const TileShapes& = {}) {}
 };
 #endif

@@ -20,7 +20,7 @@
 
 namespace attention {
 
-constexpr int64_t CHUNK = 8;                  // groups of 16 positions; even, since a tile takes two
+constexpr int64_t CHUNK = 8;                  // groups of 16 positions
 constexpr int64_t POSITIONS = CHUNK * LANES;  // of a chunk
 constexpr int64_t QUERIES = 64;               // that meet a chunk while it is in the cache
 constexpr int64_t ROWS = 4;                   // of a product, and panels: their sums stay in registers
@@ -67,6 +67,35 @@ inline void store_weights(bfloat16* to, Floats x) {
     store(to, x);
 #endif
 }
+
+// ---- Memory ----
+
+// What is read next, fetched into the second cache a little at a time, between products: asked for at once, it would
+// hold up what stands behind. Tile loads wait for their lines one after the other and do not wake the prefetcher.
+class Ahead {
+public:
+    void add(const void* begin, int64_t bytes) { spans_[count_++] = {(const char*)begin, (const char*)begin + bytes}; }
+
+    inline void fetch() {
+        if (next_ == count_) return;
+        Span& span = spans_[next_];
+#pragma GCC unroll 8
+        for (int line = 0; line < LINES; ++line) {
+            // The compiler leaves out functions that do nothing but __builtin_prefetch.
+            asm volatile("prefetcht1 %0" ::"m"(span.begin[64 * line]));
+        }
+        span.begin += 64 * LINES;
+        if (span.begin >= span.end) ++next_;
+    }
+
+private:
+    static constexpr int LINES = 8;  // 4 and 16 are slower
+    struct Span {
+        const char *begin, *end;
+    };
+    Span spans_[2 * CHUNK];
+    int count_ = 0, next_ = 0;
+};
 
 // ---- Products of matrices ----
 
@@ -119,56 +148,71 @@ struct Rows {
     int64_t stride;
 };
 
-// A matrix in panels of 16 columns, each [pairs][16][pair] with pairs `stride` elements apart; `panel` of an index says
-// where one begins.
-template <class Panel>
+// A matrix in panels of 16 columns. Each has `parts` parts [pairs][16][pair], with pairs `stride` elements apart;
+// `at(panel, part)` says where one begins.
+template <class At>
 struct Panels {
-    int64_t pairs, stride;
-    Panel panel;
+    int64_t parts, pairs, stride;
+    At at;
 };
-template <class Panel>
-Panels(int64_t, int64_t, Panel) -> Panels<Panel>;
+template <class At>
+Panels(int64_t, int64_t, int64_t, At) -> Panels<At>;
 
 // N panels from `first` of out = left * right, for `rows` rows and some more, up to a multiple of ROWS.
-template <int N, class T, class Panel>
-void multiply(Rows<float> out, Rows<const T> left, int64_t rows, const Panels<Panel>& right, int64_t first) {
-    constexpr int PARTS = LANES / WIDTH;
-    const T* panels[N];
-    for (int n = 0; n < N; ++n) panels[n] = right.panel(first + n);
+template <int N, class T, class At>
+void multiply(Rows<float> out, Rows<const T> left, int64_t rows, const Panels<At>& right, int64_t first) {
+    constexpr int REGISTERS = LANES / WIDTH;  // for the columns of a panel
     for (int64_t row = 0; row < rows; row += ROWS) {
-        const T* const pairs = left.data + row * left.stride;
-        Register sums[ROWS][N * PARTS] = {};
-        for (int64_t k = 0; k < right.pairs; ++k) {
+        const T* pairs = left.data + row * left.stride;
+        Register sums[ROWS][N * REGISTERS] = {};
+        for (int64_t part = 0; part < right.parts; ++part) {
+            const T* panels[N];
+            for (int n = 0; n < N; ++n) panels[n] = right.at(first + n, part);
+            for (int64_t k = 0; k < right.pairs; ++k, pairs += PAIR<T>) {
 #pragma GCC unroll 8
-            for (int n = 0; n < N * PARTS; ++n) {
-                const T* const line = panels[n / PARTS] + k * right.stride;
-                const Register lanes = load_register(line + n % PARTS * WIDTH * PAIR<T>);
+                for (int n = 0; n < N * REGISTERS; ++n) {
+                    const T* const line = panels[n / REGISTERS] + k * right.stride;
+                    const Register lanes = load_register(line + n % REGISTERS * WIDTH * PAIR<T>);
 #pragma GCC unroll 4
-                for (int r = 0; r < ROWS; ++r) {
-                    sums[r][n] = add_products(sums[r][n], pairs + r * left.stride + k * PAIR<T>, lanes);
+                    for (int r = 0; r < ROWS; ++r) {
+                        sums[r][n] = add_products(sums[r][n], pairs + r * left.stride, lanes);
+                    }
                 }
             }
         }
         for (int r = 0; r < ROWS; ++r) {
             float* const to = out.data + (row + r) * out.stride + first * LANES;
-            for (int n = 0; n < N * PARTS; ++n) store_register(to + n * WIDTH, sums[r][n]);
+            for (int n = 0; n < N * REGISTERS; ++n) store_register(to + n * WIDTH, sums[r][n]);
         }
     }
 }
 
 #ifdef AMX
-// The same for 16 rows and a multiple of 16 pairs, for panels counted from `first`.
-template <int... N, class Panel>
+// Four tiles for sums; then a left and a right factor with 16 pairs, and such with the 8 pairs of a group of positions.
+// What has fewer than 16 rows is done sooner.
+inline TileShapes shapes(int64_t rows) {
+    TileShapes shapes;
+    for (int tile : {0, 1, 2, 3, 4, 6}) shapes.rows[tile] = (uint8_t)rows;
+    shapes.row_bytes[6] = 32;
+    shapes.rows[7] = LANES / 2;
+    return shapes;
+}
+
+// The same for as many rows as the tiles have, and a multiple of PAIRS pairs.
+template <int PAIRS, int... N, class At>
 void multiply_tiles(std::integer_sequence<int, N...>, Rows<float> out, Rows<const bfloat16> left,
-                    const Panels<Panel>& right, int64_t first) {
-    constexpr int LEFT = sizeof...(N), RIGHT = LEFT + 1;
+                    const Panels<At>& right, int64_t first, Ahead& ahead) {
+    constexpr int LEFT = PAIRS == 16 ? 4 : 6, RIGHT = LEFT + 1;
     asm volatile("" ::: "memory");  // tile loads do not say what they read
     (clear_tile<N>(), ...);
-    for (int64_t k = 0; k < right.pairs; k += LANES) {
-        load_tile<LEFT>(left.data + 2 * k, left.stride * sizeof(bfloat16));
-        ((load_tile<RIGHT + N % 2>(right.panel(first + N) + k * right.stride, right.stride * sizeof(bfloat16)),
-          multiply_bfloat16_tiles<N, LEFT, RIGHT + N % 2>()),
-         ...);
+    const bfloat16* pairs = left.data;
+    for (int64_t part = 0; part < right.parts; ++part) {
+        for (int64_t k = 0; k < right.pairs; k += PAIRS, pairs += 2 * PAIRS) {
+            load_tile<LEFT>(pairs, left.stride * sizeof(bfloat16));
+            ((load_tile<RIGHT>(right.at(first + N, part) + k * right.stride, right.stride * sizeof(bfloat16)),
+              multiply_bfloat16_tiles<N, LEFT, RIGHT>(), ahead.fetch()),
+             ...);
+        }
     }
     (store_tile<N>(out.data + (first + N) * LANES, out.stride * sizeof(float)), ...);
 }
@@ -180,8 +224,9 @@ void multiply_tiles(std::integer_sequence<int, N...>, Rows<float> out, Rows<cons
 template <class T>
 class Attention {
 public:
-    // Scores are multiplied by `scale`, which is positive. Every row sees at least one position.
-    Attention(const Batch& batch, const Pages& pages, int64_t num_heads, float scale)
+    // Scores are multiplied by `scale`, which is positive. Every row sees at least one position. What is computed does
+    // not depend on the number of threads.
+    Attention(const Batch& batch, const Pages& pages, int64_t num_heads, float scale, int64_t threads)
         : pages_(pages),
           groups_(pages.groups()),
           sharing_(num_heads / pages.num_kv_heads),
@@ -190,7 +235,7 @@ public:
           tiles_(std::is_same_v<T, bfloat16> && pages.head_dim % PIECE<T> == 0 && has_tiles()) {
         for (int64_t i = 0; i < batch.num_seqs; ++i) {
             // In this order, what a piece reads of the pages is near to what the piece before it read.
-            for (int64_t head = 0; head < pages.num_kv_heads; ++head) cut_run(batch, i, head);
+            cut_run(batch, i, ceil_div(batch.num_seqs * pages.num_kv_heads, threads));
         }
     }
 
@@ -198,7 +243,6 @@ public:
     // which hold the rows' own keys and values already. Every thread of a team calls it; when it returns, all of `out`
     // but its padding is written.
     void operator()(const Tiled<T>& out, const T* query, const T* keys, const T* values) const {
-        const Tiles tiles;
         const Layer layer = {out, query, keys, values};
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < pieces_.size(); ++i) attend(layer, pieces_[i]);
@@ -210,10 +254,10 @@ private:
         const T *query, *keys, *values;
     };
 
-    // What is computed together: consecutive rows of one sequence, with the query heads of one KV head. The first row
-    // sees `visible` positions, each next one more.
+    // What is computed together: consecutive rows of one sequence, with the query heads of some KV heads, which lie side
+    // by side in the pages. The first row sees `visible` positions, each next one more.
     struct Piece {
-        int64_t kv_head, first_row, rows, visible;
+        int64_t first_head, heads, first_row, rows, visible;
         const int32_t* blocks;
 
         int64_t context() const { return visible + rows - 1; }
@@ -243,66 +287,105 @@ private:
         float totals[LANES][LANES];  // of a query, by lane
     };
 
-    // This thread's, for one piece at a time, `count` queries padded to a multiple of 16: query i is head i % sharing
-    // of row i / sharing. Scores, weights and means are of 16 queries and one chunk.
+    // Of the queries of one KV head, padded to a multiple of 16: query i is head i % sharing of row i / sharing.
+    struct State {
+        T* queries;
+        float* sums;
+        Softmax* softmax;
+    };
+
+    // This thread's, for one piece at a time. Scores, weights and means are of 16 queries and one chunk.
     struct Memory {
         T *queries, *values, *weights;
         float *sums, *scores, *means;
-        Softmax* states;
+        Softmax* softmax;
+        int64_t padded, head_dim, width;
 
-        Memory(int64_t count, int64_t head_dim, int64_t width) {
+        // `padded` queries of each head.
+        Memory(int64_t heads, int64_t padded, int64_t head_dim, int64_t width)
+            : padded(padded), head_dim(head_dim), width(width) {
             thread_local Scratch scratch[7];
-            queries = scratch[0].get<T>(count * head_dim);
+            queries = scratch[0].get<T>(heads * padded * head_dim);
             values = scratch[1].get<T>(attention::POSITIONS * width);
             weights = scratch[2].get<T>(LANES * attention::POSITIONS);
-            sums = scratch[3].get<float>(count * width);
+            sums = scratch[3].get<float>(heads * padded * width);
             scores = scratch[4].get<float>(LANES * attention::POSITIONS);
             means = scratch[5].get<float>(LANES * width);
-            states = scratch[6].get<Softmax>(count / LANES);
+            softmax = scratch[6].get<Softmax>(heads * padded / LANES);
+        }
+
+        State state(int64_t head) const {
+            const int64_t first = head * padded;
+            return {queries + first * head_dim, sums + first * width, softmax + first / LANES};
         }
     };
 
-    void cut_run(const Batch& batch, int64_t sequence, int64_t kv_head) {
+    // In pieces of at most `most_heads` heads.
+    void cut_run(const Batch& batch, int64_t sequence, int64_t most_heads) {
         // A decoded token and its drafts stay together: their context is read once.
         const int64_t most = std::max<int64_t>(LANES, attention::QUERIES / sharing_);
-        const int64_t end = batch.query_starts[sequence + 1];
-        for (int64_t row = batch.query_starts[sequence]; row < end; row += most) {
-            const int64_t visible = batch.context_lens[sequence] - (end - 1 - row);
-            pieces_.push_back({kv_head, row, std::min(most, end - row), visible,
-                               batch.block_tables + sequence * batch.max_blocks});
+        const int64_t begin = batch.query_starts[sequence], end = batch.query_starts[sequence + 1];
+        if (begin == end) return;
+        const int64_t queries = round_up(std::min(most, end - begin) * sharing_, LANES);
+        const int64_t heads = std::clamp<int64_t>(attention::QUERIES / queries, 1, most_heads);
+        for (int64_t head = 0; head < pages_.num_kv_heads; head += heads) {
+            for (int64_t row = begin; row < end; row += most) {
+                const int64_t visible = batch.context_lens[sequence] - (end - 1 - row);
+                pieces_.push_back({head, std::min(heads, pages_.num_kv_heads - head), row, std::min(most, end - row),
+                                   visible, batch.block_tables + sequence * batch.max_blocks});
+            }
         }
     }
 
     void attend(const Layer& layer, const Piece& piece) const {
         const int64_t queries = piece.rows * sharing_, groups = groups_until(piece.context() - 1);
-        const Memory memory(round_up(queries, LANES), pages_.head_dim, width_);
-        begin(memory, layer, piece);
+#ifdef AMX
+        const Tiles tiles(attention::shapes(std::min<int64_t>(LANES, queries)));
+#endif
+        const Memory memory(piece.heads, round_up(queries, LANES), pages_.head_dim, width_);
+        for (int64_t head = 0; head < piece.heads; ++head) begin(memory.state(head), layer, piece, head);
+        Chunk next = find(layer, piece, 0, 0, groups);
         for (int64_t first = 0; first < groups; first += attention::CHUNK) {
-            const Chunk chunk = find(layer, piece, first, std::min(attention::CHUNK, groups - first));
-            if (!copy_values(memory.values, chunk, piece)) return attend_one_by_one(layer, piece);
-            for (int64_t query = 0; query < queries; query += LANES) {
-                add(memory, chunk, piece, query, std::min<int64_t>(LANES, queries - query));
+            for (int64_t head = 0; head < piece.heads; ++head) {
+                Chunk chunk = next;
+                const bool last = head + 1 == piece.heads;
+                next = find(layer, piece, last ? 0 : head + 1, last ? first + attention::CHUNK : first, groups);
+                if (!copy_values(memory.values, chunk, piece)) return attend_one_by_one(layer, piece);
+                attention::Ahead ahead = lines(next);
+                for (int64_t query = 0; query < queries; query += LANES) {
+                    const int64_t count = std::min<int64_t>(LANES, queries - query);
+                    add(memory, memory.state(head), chunk, piece, query, count, ahead);
+                }
             }
         }
-        finish(memory, layer, piece);
+        for (int64_t head = 0; head < piece.heads; ++head) finish(memory.state(head), layer, piece, head);
+    }
+
+    attention::Ahead lines(const Chunk& chunk) const {
+        const int64_t bytes = pages_.group_elements() * sizeof(T);
+        attention::Ahead ahead;
+        for (int64_t g = 0; g < chunk.count; ++g) ahead.add(chunk.groups[g].keys, bytes);
+        for (int64_t g = 0; g < chunk.count; ++g) ahead.add(chunk.groups[g].values, bytes);
+        return ahead;
     }
 
     // Alone, a row either sees a value or does not.
     void attend_one_by_one(const Layer& layer, const Piece& piece) const {
         for (int64_t i = 0; i < piece.rows; ++i) {
-            attend(layer, {piece.kv_head, piece.first_row + i, 1, piece.visible + i, piece.blocks});
+            attend(layer, {piece.first_head, piece.heads, piece.first_row + i, 1, piece.visible + i, piece.blocks});
         }
     }
 
-    void begin(const Memory& memory, const Layer& layer, const Piece& piece) const {
+    void begin(const State& state, const Layer& layer, const Piece& piece, int64_t head) const {
         const int64_t size = sharing_ * pages_.head_dim, padded = round_up(piece.rows * sharing_, LANES);
         for (int64_t i = 0; i < piece.rows; ++i) {
-            const T* const from = layer.query + ((piece.first_row + i) * pages_.num_kv_heads + piece.kv_head) * size;
-            std::copy_n(from, size, memory.queries + i * size);
+            const int64_t row = piece.first_row + i;
+            const T* const from = layer.query + (row * pages_.num_kv_heads + piece.first_head + head) * size;
+            std::copy_n(from, size, state.queries + i * size);
         }
-        std::fill(memory.queries + piece.rows * size, memory.queries + padded * pages_.head_dim, T{});
-        std::fill_n(memory.sums, padded * width_, 0.0f);
-        std::fill_n(memory.states, padded / LANES, Softmax{all(-INFINITY), {}});
+        std::fill(state.queries + piece.rows * size, state.queries + padded * pages_.head_dim, T{});
+        std::fill_n(state.sums, padded * width_, 0.0f);
+        std::fill_n(state.softmax, padded / LANES, Softmax{all(-INFINITY), {}});
     }
 
     // Groups up to the one of a position, in the order of positions.
@@ -310,38 +393,30 @@ private:
         return position / pages_.block_size * groups_ + position % pages_.block_size / LANES + 1;
     }
 
-    // `count` groups from `first`. Their number is made even by one without positions.
-    Chunk find(const Layer& layer, const Piece& piece, int64_t first, int64_t count) const {
+    // Groups from `first`, as many as there are of `groups`.
+    Chunk find(const Layer& layer, const Piece& piece, int64_t head, int64_t first, int64_t groups) const {
+        const int64_t count = std::min(attention::CHUNK, groups - first);
         Chunk chunk;
         int64_t block = first / groups_, offset = first % groups_ * LANES;
         while (chunk.count < count) {
-            const int64_t at = pages_.group(piece.blocks[block], piece.kv_head, offset);
+            const int64_t at = pages_.group(piece.blocks[block], piece.first_head + head, offset);
             chunk.groups[chunk.count++] = {layer.keys + at, layer.values + at, block * pages_.block_size + offset,
                                            std::min<int64_t>(LANES, pages_.block_size - offset)};
-            // Its first line would wait until the address is translated, too; the others follow soon enough.
-            __builtin_prefetch(layer.keys + at);
-            __builtin_prefetch(layer.values + at);
             offset += LANES;
             if (offset >= pages_.block_size) offset = 0, ++block;
-        }
-        if (count % 2 == 1) {
-            chunk.groups[count] = chunk.groups[count - 1];
-            chunk.groups[count].count = 0;
-            ++chunk.count;
         }
         return chunk;
     }
 
-    // Values of a chunk one after the other, zeros where nobody sees them. Returns false if that is not enough.
-    bool copy_values(T* to, const Chunk& chunk, const Piece& piece) const {
+    // Puts copies in the place of values that not all see, with zeros where nobody sees them; and of all values, if they
+    // must be padded. Returns false if that is not enough.
+    bool copy_values(T* to, Chunk& chunk, const Piece& piece) const {
         bool finite = true;
         for (int64_t g = 0; g < chunk.count; ++g, to += LANES * width_) {
-            const Group& group = chunk.groups[g];
-            if (group.seen(piece.visible) == LANES && width_ == pages_.head_dim) {
-                std::memcpy(to, group.values, LANES * width_ * sizeof(T));
-            } else {
-                finite &= copy_seen(to, group.values, group.seen(piece.context()));
-            }
+            Group& group = chunk.groups[g];
+            if (group.seen(piece.visible) == LANES && width_ == pages_.head_dim) continue;
+            finite &= copy_seen(to, group.values, group.seen(piece.context()));
+            group.values = to;
         }
         return finite || piece.rows == 1;
     }
@@ -365,35 +440,37 @@ private:
     }
 
     // One chunk for `count` queries from `query`.
-    void add(const Memory& memory, const Chunk& chunk, const Piece& piece, int64_t query, int64_t count) const {
-        const attention::Rows<const T> queries = {memory.queries + query * pages_.head_dim, pages_.head_dim};
-        const attention::Panels keys = {pages_.head_dim / PAIR<T>, PIECE<T>,
-                                        [&](int64_t group) { return chunk.groups[group].keys; }};
-        multiply(memory.scores, attention::POSITIONS, queries, count, keys, chunk.count);
-        const Floats correction = weigh(memory, chunk, piece, query, count);
+    void add(const Memory& memory, const State& state, const Chunk& chunk, const Piece& piece, int64_t query,
+             int64_t count, attention::Ahead& ahead) const {
+        const attention::Rows<const T> queries = {state.queries + query * pages_.head_dim, pages_.head_dim};
+        const attention::Panels keys = {1, pages_.head_dim / PAIR<T>, PIECE<T>,
+                                        [&](int64_t group, int64_t) { return chunk.groups[group].keys; }};
+        multiply<16>(memory.scores, attention::POSITIONS, queries, count, keys, chunk.count, ahead);
+        const Floats correction = weigh(memory, state.softmax[query / LANES], chunk, piece, query, count);
         const attention::Rows<const T> weights = {memory.weights, attention::POSITIONS};
         const attention::Panels values = {
-            chunk.count * LANES / PAIR<T>, width_ * PAIR<T>,
-            [&](int64_t column) -> const T* { return memory.values + column * PIECE<T>; }};
-        multiply(memory.means, width_, weights, count, values, width_ / LANES);
+            chunk.count, LANES / PAIR<T>, width_ * PAIR<T>,
+            [&](int64_t column, int64_t group) { return chunk.groups[group].values + column * PIECE<T>; }};
+        multiply<8>(memory.means, width_, weights, count, values, width_ / LANES, ahead);
         for (int64_t i = 0; i < count; ++i) {
-            float* const sums = memory.sums + (query + i) * width_;
+            float* const sums = state.sums + (query + i) * width_;
             for (int64_t d = 0; d < width_; d += LANES) {
                 store(sums + d, fused(load(sums + d), all(correction[i]), load(memory.means + i * width_ + d)));
             }
         }
     }
 
-    // `panels` panels of out = left * right; on tiles for every number of rows, or their bits would differ.
-    template <class Panel>
+    // `panels` panels of out = left * right; on tiles, of so many pairs, for every number of rows, or their bits would
+    // differ.
+    template <int PAIRS, class At>
     void multiply(float* out, int64_t out_stride, attention::Rows<const T> left, int64_t rows,
-                  const attention::Panels<Panel>& right, int64_t panels) const {
+                  const attention::Panels<At>& right, int64_t panels, attention::Ahead& ahead) const {
         const auto some = [&](auto count, int64_t first) {
             constexpr int N = decltype(count)::value;
 #ifdef AMX
             if constexpr (std::is_same_v<T, bfloat16>) {
                 constexpr auto SEQUENCE = std::make_integer_sequence<int, N>();
-                if (tiles_) return attention::multiply_tiles(SEQUENCE, {out, out_stride}, left, right, first);
+                if (tiles_) return attention::multiply_tiles<PAIRS>(SEQUENCE, {out, out_stride}, left, right, first, ahead);
             }
 #endif
             attention::multiply<N>({out, out_stride}, left, rows, right, first);
@@ -405,8 +482,8 @@ private:
     }
 
     // Weights from scores, which are overwritten; returns what earlier sums of each query must be multiplied by.
-    Floats weigh(const Memory& memory, const Chunk& chunk, const Piece& piece, int64_t query, int64_t count) const {
-        Softmax& state = memory.states[query / LANES];
+    Floats weigh(const Memory& memory, Softmax& state, const Chunk& chunk, const Piece& piece, int64_t query,
+                 int64_t count) const {
         const bool all_seen = chunk.all_seen(piece.visible + query / sharing_);
         Floats largest = {};
         for (int64_t i = 0; i < count; ++i) {
@@ -430,6 +507,7 @@ private:
                 const Floats power = fused(load(scores + g * LANES), all(scale_), all(-base[i]));
                 attention::store_weights(weights + g * LANES, attention::power_of_two(power));
             }
+            if (chunk.count % 2 == 1) std::fill_n(weights + chunk.count * LANES, LANES, T{});  // they are added in twos
             // Of the weights as they were rounded, so that a mean of equal values is that value.
             const T ones[] = {from_float<T>(1), from_float<T>(1)};
             for (int lane = 0; lane < LANES; lane += attention::WIDTH) {
@@ -451,14 +529,14 @@ private:
         }
     }
 
-    void finish(const Memory& memory, const Layer& layer, const Piece& piece) const {
+    void finish(const State& state, const Layer& layer, const Piece& piece, int64_t head) const {
         for (int64_t i = 0; i < piece.rows * sharing_; ++i) {
             const int64_t row = piece.first_row + i / sharing_;
-            const int64_t column = (piece.kv_head * sharing_ + i % sharing_) * pages_.head_dim;
-            const Floats total = all(attention::sum_of_lanes(load(memory.states[i / LANES].totals[i % LANES])));
+            const int64_t column = ((piece.first_head + head) * sharing_ + i % sharing_) * pages_.head_dim;
+            const Floats total = all(attention::sum_of_lanes(load(state.softmax[i / LANES].totals[i % LANES])));
             for (int64_t d = 0; d < pages_.head_dim; d += LANES) {
                 // Whether a zero is negative may depend on products with weight zero: adding zero makes it positive.
-                const Floats mean = load(memory.sums + i * width_ + d) / total + 0.0f;
+                const Floats mean = load(state.sums + i * width_ + d) / total + 0.0f;
                 write(layer.out, row, column + d, mean, pages_.head_dim - d);
             }
         }

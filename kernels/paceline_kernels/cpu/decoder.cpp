@@ -48,7 +48,7 @@ void attention_alone(const T* query, const PacelineBatch& from, const Pages& pag
     const int64_t rows = batch.query_starts[batch.num_seqs], size = num_heads * pages.head_dim;
     static thread_local Zeroed<T> memory;
     const Tiled<T> tiled = {memory.get(Tiled<T>::elements(rows, size)), Tiled<T>::padded(size)};
-    const Attention<T> attention(batch, pages, num_heads, scale);
+    const Attention<T> attention(batch, pages, num_heads, scale, from.num_threads);
     const T* const keys = (const T*)from.kv;
 #pragma omp parallel num_threads(from.num_threads)
     attention(tiled, query, keys, keys + from.kv_elements);

@@ -23,7 +23,8 @@ public:
         const Batch batch = {from.num_seqs, from.max_blocks, from.query_starts, from.context_lens, from.block_tables};
         const Pages pages = {from.block_size, model_.num_kv_heads, model_.head_dim};
         const int64_t rows = batch.query_starts[batch.num_seqs];
-        const Attention<T> attention(batch, pages, model_.num_heads, 1 / std::sqrt((float)model_.head_dim));
+        const float scale = 1 / std::sqrt((float)model_.head_dim);
+        const Attention<T> attention(batch, pages, model_.num_heads, scale, from.num_threads);
         locate(batch);
         reserve(rows);
         T* const kv = (T*)from.kv;
