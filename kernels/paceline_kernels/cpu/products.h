@@ -7,10 +7,10 @@
 namespace {
 
 // To the nearest integer, of magnitude below 2^22: adding 1.5 * 2^23 leaves it in the low bits.
-    inline Ints rounded(Floats x) { return (Ints)(x + 0x1.8p23f) - 0x4b400000; }
+inline Ints rounded(Floats x) { return (Ints)(x + 0x1.8p23f) - 0x4b400000; }
 
 // Rows of x in 8 bits. Shared by the team.
-        template <class T>
+template <class T>
 void quantize(const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
 #pragma omp for
     for (int64_t row = 0; row < rows; ++row) {
