@@ -116,6 +116,28 @@ def grammar(
 
 
 @app.command()
+def serving(
+    model: Model = "demo",
+    draft: Draft = "demo",
+    concurrency: Concurrency = "1,16",
+    depth: Depth = "off,4",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")] = 96,
+    rounds: Rounds = 5,
+    dtype: Dtype = "auto",
+) -> None:
+    """Streams over gRPC, to a client on the same cores, as a ratio to the same streams offline."""
+    from paceline.bench.serving import measure, render
+    from paceline.bench.throughput import parse_depths, parse_sizes
+    from paceline.wiring import EngineSettings, build_engine
+    from paceline_loadtest.prompts import load_prompts
+
+    sizes, depths = parse_sizes(concurrency), parse_depths(depth)
+    settings = EngineSettings(model=model, draft=draft, dtype=dtype)
+    cells = measure(lambda: build_engine(settings), load_prompts(None), sizes, depths, max_tokens, rounds)
+    render(cells, title=f"{model} with draft {draft}: {max_tokens} tokens a stream")
+
+
+@app.command()
 def backends(
     model: Model = "demo",
     draft: Draft = "demo",

@@ -8,7 +8,7 @@ async with contextlib.aclosing(stream):
         print(delta.text, end="")
 """
 
-from paceline.engine.async_engine import AsyncEngine, forward_worker
+from paceline.engine.async_engine import IDLE_SECONDS, AsyncEngine, forward_worker
 from paceline.engine.delta import Delta, Output
 from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
@@ -17,6 +17,7 @@ from paceline.engine.tokenizer import Tokenizer, TransformersTokenizer
 from paceline.engine.totals import Totals
 
 __all__ = [
+    "IDLE_SECONDS",
     "AsyncEngine",
     "ChatMessage",
     "Delta",
