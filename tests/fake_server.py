@@ -30,6 +30,8 @@ FINISHED = pb.Finished(
         acceptance_length=2.5,
         engine_seconds=0.5,
         rejected_seconds=0.25,
+        depths=[0, 0, 0, 2],
+        saved_seconds=1.5,
     ),
     timing=pb.Timing(
         queue=Duration(nanos=250_000_000),

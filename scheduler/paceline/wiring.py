@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
-from paceline import demo
+from paceline import cost_cache, demo
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from paceline.core.cost_model import CostModel
+from paceline.core.depth import AdaptiveDepth, FixedDepth
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
+from paceline.core.speculation import SpeculationControl
 from paceline.engine import Engine, GenerationRequest
+from paceline.engine.profile import profile
 from paceline.engine.tokenizer import TransformersTokenizer
 from paceline.engine.totals import Totals
 from paceline.errors import FailedPrecondition, InvalidArgument
@@ -94,7 +100,7 @@ def build_engine(settings: EngineSettings) -> Engine:
     tokenizer = load_tokenizer(model_path)
     if draft_config is not None and draft_path is not None:
         _check_pair(settings, config, draft_config, tokenizer.get_vocab(), load_tokenizer(draft_path).get_vocab())
-    method, policy, max_depth = _speculation(settings)
+    method, depth = _speculation(settings)
     max_model_len = _choose_max_model_len(settings, config)
     num_blocks = _choose_num_blocks(settings, config, draft_config, max_model_len, dtype, device, native)
     scheduler_config = SchedulerConfig(
@@ -103,8 +109,9 @@ def build_engine(settings: EngineSettings) -> Engine:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=max_model_len,
-        max_depth=max_depth,
+        max_depth=0 if settings.depth == OFF else max(depth or 0, MAX_DEPTH),
         method=method,
+        hybrid=depth is None,
         eos_token_ids=config.eos_token_ids,
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )
@@ -113,13 +120,17 @@ def build_engine(settings: EngineSettings) -> Engine:
         return load_native(path, dtype, int8=quantization == "int8") if native else load_model(path, dtype, device)
 
     target = load(model_path, settings.quantization)
-    drafters: dict[Method, Drafter] = {} if settings.depth == OFF else {Method.NGRAM: Ngram()}
+    ngram = Ngram()
+    drafters: dict[Method, Drafter] = {} if settings.depth == OFF else {Method.NGRAM: ngram}
     if draft_path is not None and draft_config is not None:
         draft = load(draft_path, settings.draft_quantization)
         drafters[Method.DRAFT_MODEL] = DraftModel(draft, KVCache(draft, num_blocks, settings.block_size), settings.seed)
+    runner = ModelRunner(
+        target, KVCache(target, num_blocks, settings.block_size), drafters, settings.seed, scorer=ngram
+    )
     engine = Engine(
-        Scheduler(scheduler_config, policy),
-        ModelRunner(target, KVCache(target, num_blocks, settings.block_size), drafters, settings.seed),
+        Scheduler(scheduler_config, SpeculationControl(FixedDepth(depth or 0))),
+        runner,
         TransformersTokenizer(tokenizer),
         model_name=settings.model if settings.model == "demo" else model_path.resolve().name,
         vocab_size=config.vocab_size,
@@ -129,7 +140,39 @@ def build_engine(settings: EngineSettings) -> Engine:
         max_logprobs=settings.max_logprobs,
     )
     _warm_up(engine)
+    if depth is None:
+        key = cost_cache.key_of(
+            scheduler_config,
+            model_path,
+            draft_path,
+            dtype=str(dtype),
+            quantization=settings.quantization,
+            draft_quantization=settings.draft_quantization,
+            backend="native" if native else "torch",
+            threads=torch.get_num_threads(),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        )
+        costs = _costs(key, runner, scheduler_config)
+        engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=MAX_DEPTH), costs)
     return engine
+
+
+def _costs(key: str, runner: ModelRunner, config: SchedulerConfig) -> CostModel:
+    """As they were measured at an earlier start, or measured now, with a progress bar."""
+    costs = cost_cache.load(key)
+    if costs is None:
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("measuring what steps cost")
+            costs = profile(
+                runner,
+                config,
+                draft=Method.DRAFT_MODEL in runner.drafters,
+                progress=lambda done, total: progress.update(task, completed=done, total=total),
+                clock=time.perf_counter,
+            )
+        cost_cache.save(key, costs)
+    return costs
 
 
 def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -192,17 +235,16 @@ def _draft_path(name: str) -> Path | None:
     return demo.DRAFT if name == "demo" else Path(name)
 
 
-def _speculation(settings: EngineSettings) -> tuple[Method, DepthPolicy, int]:
-    """Who drafts unless a request says otherwise, how depths are chosen, and the highest."""
+def _speculation(settings: EngineSettings) -> tuple[Method, int | None]:
+    """Who drafts unless a request says otherwise, and how deep: None leaves it to the policy."""
     method = {"none": Method.NONE, "ngram": Method.NGRAM}.get(settings.draft, Method.DRAFT_MODEL)
     if settings.depth == "auto":
-        return method, AdaptiveDepth(), MAX_DEPTH
+        return method, None
     if settings.depth == OFF:
-        return Method.NONE, FixedDepth(0), 0
+        return Method.NONE, 0
     if not settings.depth.isdecimal():
         raise InvalidArgument("depth", settings.depth, "auto, off or an integer >= 0")
-    depth = int(settings.depth)
-    return method, FixedDepth(depth), max(depth, MAX_DEPTH)
+    return method, int(settings.depth)
 
 
 def _check_pair(
@@ -296,5 +338,5 @@ def _warm_up(engine: Engine) -> None:
         )
     while engine.has_work:
         engine.step()
-    engine.scheduler.forget_acceptance()
+    engine.scheduler.speculation.forget()
     engine.totals = Totals()

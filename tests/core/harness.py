@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import DepthCandidate, DepthPolicy, FixedDepth
+from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, FixedDepth, Outcome, StepLoad, within_bounds
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import Admission, FinishReason, SequenceResult, SequenceWork, StepPlan
 from paceline.core.request import Request, RequestOutput, RequestStatus
 from paceline.core.scheduler import Scheduler
+from paceline.core.speculation import SpeculationControl
 from paceline.sim import ScriptedRunner, reference_output
 from paceline.sim.scripted_runner import VOCAB_SIZE
 from paceline.sim.simulation import cut_result
@@ -50,17 +51,21 @@ def percent_right(percent: int, salt: int = 0) -> Callable[[int, int], bool]:
 
 @dataclass(slots=True)
 class CyclingDepth:
-    """Depths from a list, over and over, the same for every candidate of a step."""
+    """Depths from a list, over and over, the same for every candidate of a step; and offers in turn."""
 
     depths: tuple[int, ...]
     calls: int = 0
 
-    def choose(self, candidates: Sequence[DepthCandidate]) -> list[int]:
-        if not candidates:
-            return []
+    def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         depth = self.depths[self.calls % len(self.depths)]
         self.calls += 1
-        return [min(max(depth, c.lowest), c.highest) for c in candidates]
+        return [within_bounds(c, c.offers[self.calls % len(c.offers)], depth) for c in candidates]
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
+
+    def forget(self, request_id: int) -> None:
+        pass
 
 
 def expected_end(request: Request, config: SchedulerConfig) -> tuple[list[int], FinishReason]:
@@ -94,7 +99,7 @@ class Harness:
     ) -> None:
         self.config = config
         self.lag = lag
-        self.scheduler = Scheduler(config, policy or FixedDepth(3))
+        self.scheduler = Scheduler(config, SpeculationControl(policy or FixedDepth(3)))
         self.runner = ScriptedRunner(config.num_blocks, config.block_size, right, max_ngram)
         self.outstanding: deque[StepPlan] = deque()
         self.requests: dict[int, Request] = {}

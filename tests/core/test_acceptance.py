@@ -1,94 +1,324 @@
-"""The acceptance estimate sees a truncated geometric number, and must not be fooled by the truncation."""
+"""The acceptance model sees truncated geometric numbers of requests that differ, and must be fooled by neither."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.acceptance import DECAY, PRIOR_RATE, PRIOR_WEIGHT, Acceptance
+from paceline.core.acceptance import PRIOR_RATE, AcceptanceModel, Residual
+
+Rates = Sequence[float]  # conditional acceptance by position
+Rule = Callable[[list[int]], int]  # numbers of accepted drafts so far -> the next depth
 
 
-def reached(rng: np.random.Generator, rate: float, depth: int) -> tuple[float, ...]:
+def verify(rng: np.random.Generator, rates: Rates, depth: int) -> tuple[float, ...]:
     """One verify step: a 1 per accepted draft, and a 0 for the rejected one, if there is one."""
-    accepted = min(int(rng.geometric(1.0 - rate)) - 1, depth)
-    return (1.0,) * accepted + (0.0,) * (accepted < depth)
+    accepted = rng.random(depth) < rates[:depth]
+    return (1.0,) * depth if accepted.all() else (1.0,) * int(np.argmin(accepted)) + (0.0,)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4, 8])
-@pytest.mark.parametrize("rate", [0.3, 0.6, 0.8])
-def test_the_estimate_is_right_on_average_at_every_depth(rate: float, depth: int) -> None:
-    rng = np.random.default_rng(1)
-    acceptance = Acceptance()
-    estimates = []
-    for step in range(12_000):
-        acceptance.observe(reached(rng, rate, depth))
-        if step >= 500:
-            estimates.append(acceptance.accepted / (acceptance.accepted + acceptance.rejected))
-    assert np.mean(estimates) == pytest.approx(rate, abs=0.015)
+def conditional(survivals: Sequence[float]) -> list[float]:
+    return [after / before for before, after in zip([1.0, *survivals], survivals, strict=False)]
 
 
-def test_accepted_over_depth_is_not() -> None:
-    """Why it is not done like that: 0.59 for a true 0.8 at depth 4, and lower the deeper one drafts."""
-    rng = np.random.default_rng(1)
-    naive = np.mean([sum(reached(rng, 0.8, 4)) / 4 for _ in range(12_000)])
-    assert naive == pytest.approx(0.59, abs=0.01)
+def rate(model: AcceptanceModel, tenant: str, request: Residual) -> float:
+    return model.survivals(tenant, request, 1)[0]
 
 
-def test_overlaps_estimate_the_same_with_less_noise() -> None:
-    """Observing the probability of acceptance instead of its outcome: the same mean, a smaller spread."""
-    rng = np.random.default_rng(2)
-    by_outcome, by_overlap = Acceptance(), Acceptance()
-    outcomes, overlaps = [], []
-    for _ in range(6_000):
-        overlap = rng.uniform(0.4, 0.8, size=3)
-        accepted = rng.random(3) < overlap
-        count = 3 if accepted.all() else int(np.argmin(accepted)) + 1
-        by_outcome.observe(tuple(map(float, accepted[:count])))
-        by_overlap.observe(tuple(map(float, overlap[:count])))
-        outcomes.append(by_outcome.rate())
-        overlaps.append(by_overlap.rate())
-    assert np.mean(overlaps[500:]) == pytest.approx(np.mean(outcomes[500:]), abs=0.02)
-    assert np.std(overlaps[500:]) < 0.5 * np.std(outcomes[500:])
+def train(model: AcceptanceModel, tenant: str, level: float, steps: int, seed: int = 0, depth: int = 4) -> Residual:
+    """A request whose drafts are accepted at the rate `level`, for `steps` verify steps."""
+    rng, request = np.random.default_rng(seed), Residual()
+    for _ in range(steps):
+        model.observe(tenant, request, verify(rng, [level] * depth, depth))
+    return request
 
 
-def test_without_observations_the_prior_stands() -> None:
-    assert Acceptance().rate() == pytest.approx(PRIOR_RATE)
-    assert Acceptance().rate(prior=0.25) == pytest.approx(0.25)
+def serve(model: AcceptanceModel, tenant: str, level: float, requests: int, first_seed: int = 0) -> None:
+    for seed in range(first_seed, first_seed + requests):
+        train(model, tenant, level, steps=40, seed=seed)
 
 
-def test_the_prior_weighs_as_much_as_its_number_of_observations() -> None:
-    acceptance = Acceptance()
-    acceptance.observe((1.0,) * int(PRIOR_WEIGHT))
-    assert acceptance.rate(prior=0.0) == pytest.approx(0.5)
+class TestCensoring:
+    @pytest.mark.parametrize("depth", range(1, 9))
+    @pytest.mark.parametrize("level", [0.3, 0.6, 0.8])
+    def test_the_rate_is_right_on_average_at_every_depth(self, level: float, depth: int) -> None:
+        rng, model, request = np.random.default_rng(1), AcceptanceModel(), Residual()
+        estimates = []
+        for step in range(5_000):
+            model.observe("a", request, verify(rng, [level] * depth, depth))
+            if step >= 500:
+                estimates.append(rate(model, "a", request))
+        assert np.mean(estimates) == pytest.approx(level, abs=0.02)
+
+    def test_accepted_over_depth_is_not(self) -> None:
+        """Why it is not done like that: 0.59 for a true 0.8 at depth 4, and lower the deeper one drafts."""
+        rng = np.random.default_rng(1)
+        naive = np.mean([sum(verify(rng, [0.8] * 4, 4)) / 4 for _ in range(12_000)])
+        assert naive == pytest.approx(0.59, abs=0.01)
+
+    def test_overlaps_estimate_the_same_with_less_noise(self) -> None:
+        """Observing the probability of acceptance instead of its outcome: the same mean, a smaller spread."""
+        rng = np.random.default_rng(2)
+        models = AcceptanceModel(), AcceptanceModel()
+        requests = Residual(), Residual()
+        estimates = []
+        for _ in range(4_000):
+            overlap = rng.uniform(0.4, 0.8, size=3)
+            outcome = verify(rng, overlap, 3)
+            for model, request, labels in zip(models, requests, (outcome, overlap[: len(outcome)]), strict=True):
+                model.observe("a", request, tuple(labels))
+            estimates.append([rate(model, "a", r) for model, r in zip(models, requests, strict=True)])
+        by_outcome, by_overlap = np.array(estimates[500:]).T
+        assert by_overlap.mean() == pytest.approx(by_outcome.mean(), abs=0.02)
+        assert by_overlap.std() < 0.5 * by_outcome.std()
+
+
+RISING = [0.71, 0.73, 0.76, 0.78, 0.80, 0.82, 0.84, 0.86]
+FALLING = [0.81, 0.79, 0.76, 0.74, 0.72, 0.71, 0.70, 0.70]
+
+
+def as_before(accepted: list[int]) -> int:
+    """One more than was accepted last."""
+    return min(accepted[-1] + 1, 8) if accepted else 3
+
+
+def as_usual(accepted: list[int]) -> int:
+    """Deep for requests that went well so far, shallow for others: so that they are censored differently."""
+    return 1 if accepted and np.mean(accepted) < 1.0 else 8
+
+
+def by_turns(accepted: list[int]) -> int:
+    return 1 + len(accepted) % 8
+
+
+class TestCalibration:
+    """Requests differ (beta-distributed rates), tenants differ, positions differ, and depths follow from history."""
+
+    def traffic(self, profile: Rates, rule: Rule, seed: int = 3) -> Iterator[tuple[str, int, tuple[float, ...]]]:
+        """Eight requests at a time: (tenant, request, one verify step), 400 requests of 8 to 90 steps."""
+        rng = np.random.default_rng(seed)
+        position = np.log(np.divide(profile, np.subtract(1, profile)))
+        position -= position[0]
+        remaining, running = iter(range(400)), []
+        while True:
+            while len(running) < 8 and (number := next(remaining, None)) is not None:
+                tenant = int(rng.integers(4))
+                level = rng.beta(1.2 * (tenant + 2), 1.8)
+                rates = 1 / (1 + (1 - level) / level * np.exp(-position))
+                running.append((str(tenant), number, rates, int(rng.integers(8, 90)), []))
+            if not running:
+                return
+            for request in list(running):
+                tenant_name, number, rates, steps, accepted = request
+                reached = verify(rng, rates, rule(accepted))
+                accepted.append(int(sum(reached)))
+                yield tenant_name, number, reached
+                if len(accepted) == steps:
+                    running.remove(request)
+
+    @pytest.mark.parametrize("rule", [as_before, as_usual, by_turns])
+    @pytest.mark.parametrize("profile", [RISING, FALLING], ids=["rising", "falling"])
+    def test_predicted_rates_are_those_observed_at_each_position(self, profile: Rates, rule: Rule) -> None:
+        model, requests = AcceptanceModel(), [Residual() for _ in range(400)]
+        predicted, observed, count = np.zeros(8), np.zeros(8), np.zeros(8)
+        for tenant, number, reached in self.traffic(profile, rule):
+            n = len(reached)
+            predicted[:n] += conditional(model.survivals(tenant, requests[number], n))
+            observed[:n] += reached
+            count[:n] += 1
+            model.observe(tenant, requests[number], reached)
+        assert count.min() > 250
+        assert predicted / count == pytest.approx(observed / count, abs=0.03)
+
+    def test_a_rate_that_rises_within_a_step_is_the_positions_not_the_requests(self) -> None:
+        """Whole steps are easy or hard, so that deep positions are reached in easy ones. A request that learned within
+        the step would take the credit, and survivals before the step would miss it.
+        """
+        rng, model, request = np.random.default_rng(5), AcceptanceModel(), Residual()
+        predicted, observed, count = np.zeros(6), np.zeros(6), np.zeros(6)
+        for step in range(6_000):
+            reached = verify(rng, [rng.choice([0.3, 0.95])] * 6, 6)
+            n = len(reached)
+            if step >= 1_000:
+                predicted[:n] += conditional(model.survivals("a", request, n))
+                observed[:n] += reached
+                count[:n] += 1
+            model.observe("a", request, reached)
+        assert (observed / count)[5] > (observed / count)[0] + 0.2
+        assert predicted / count == pytest.approx(observed / count, abs=0.03)
+
+    def test_positions_that_nobody_reached_are_taken_for_the_deepest_that_somebody_did(self) -> None:
+        model = AcceptanceModel()
+        rng, request = np.random.default_rng(4), Residual()
+        for _ in range(400):
+            model.observe("a", request, verify(rng, [0.5, 0.9], 2))
+        rates = conditional(model.survivals("a", request, 5))
+        assert rates[0] < rates[1] - 0.2
+        assert rates[2:] == pytest.approx([rates[1]] * 3)
+
+
+class TestLevels:
+    def test_without_observations_the_prior_stands(self) -> None:
+        assert AcceptanceModel().survivals("a", Residual(), 3) == pytest.approx([PRIOR_RATE**j for j in (1, 2, 3)])
+        assert AcceptanceModel().survivals("a", Residual(), 0) == []
+
+    @pytest.mark.parametrize("level", [0.25, 0.9])
+    def test_a_new_request_starts_at_its_tenants_rate(self, level: float) -> None:
+        starts = []
+        for seed in range(0, 10_000, 1_000):
+            model = AcceptanceModel()
+            for turn in range(4):
+                serve(model, "other", 0.6, requests=5, first_seed=seed + 10 * turn)
+                serve(model, "a", level, requests=5, first_seed=seed + 10 * turn + 5)
+            starts.append([rate(model, tenant, Residual()) for tenant in ("a", "other")])
+        assert np.mean(starts, axis=0) == pytest.approx([level, 0.6], abs=0.06)
+
+    def test_a_new_tenant_starts_between_the_prior_and_what_all_tenants_have_in_common(self) -> None:
+        model, starts = AcceptanceModel(), [PRIOR_RATE]
+        for tenant in range(120):
+            serve(model, f"tenant {tenant}", 0.35, requests=2, first_seed=2 * tenant)
+            starts.append(rate(model, "new", Residual()))
+        assert starts[0] > starts[20] + 0.05 > starts[120] + 0.1
+        assert starts[120] > 0.35
+
+    def test_a_young_request_departs_from_its_tenants_rate_at_once(self) -> None:
+        model = AcceptanceModel()
+        serve(model, "a", 0.8, requests=20)
+        assert rate(model, "a", train(model, "a", 0.1, steps=10)) < 0.35
+
+    def test_a_hard_tenant_does_not_move_another(self) -> None:
+        moved = []
+        for seed in range(0, 10_000, 1_000):
+            model = AcceptanceModel()
+            serve(model, "easy", 0.8, requests=10, first_seed=seed)
+            before = rate(model, "easy", Residual())
+            serve(model, "hard", 0.2, requests=20, first_seed=seed + 10)
+            moved.append(rate(model, "easy", Residual()) - before)
+            assert rate(model, "hard", Residual()) < 0.35
+        assert np.mean(moved) == pytest.approx(0.0, abs=0.05)
+
+    def test_an_old_request_tells_less_of_its_tenant_than_a_young_one(self) -> None:
+        """What it does late is its own affair: a completion that falls into repetition says nothing of the next."""
+        moved = []
+        for young in (False, True):
+            model = AcceptanceModel()
+            serve(model, "a", 0.5, requests=20)
+            request = train(model, "a", 0.5, steps=100, seed=20)
+            before = rate(model, "a", Residual())
+            for _ in range(5):
+                model.observe("a", Residual() if young else request, (1.0,) * 4)
+            moved.append(rate(model, "a", Residual()) - before)
+        assert 0.0 < moved[0] < 0.5 * moved[1]
+
+    def test_what_is_not_shared_moves_the_request_alone(self) -> None:
+        model, request = AcceptanceModel(max_tenants=1), Residual()
+        serve(model, "a", 0.7, requests=5)
+        before = [model.survivals(tenant, Residual(), 8) for tenant in ("a", "new")]
+        for reached in [(1.0,) * 7, *[(0.0,)] * 40]:
+            model.observe("a", request, reached, shared=False)
+            model.observe("new", Residual(), reached, shared=False)
+        assert [model.survivals(tenant, Residual(), 8) for tenant in ("a", "new")] == before
+        assert rate(model, "a", request) < 0.3
+
+    def test_the_tenant_that_was_longest_unobserved_is_forgotten(self) -> None:
+        model = AcceptanceModel(max_tenants=2)
+        for tenant in ("a", "b", "a", "c"):
+            serve(model, tenant, 0.2, requests=3)
+        stranger = rate(model, "new", Residual())
+        assert rate(model, "b", Residual()) == stranger
+        assert rate(model, "a", Residual()) < stranger
+        assert rate(model, "c", Residual()) < stranger
+
+
+class TestTime:
+    @pytest.mark.parametrize(("before", "after"), [(0.8, 0.3), (0.3, 0.8), (1.0, 0.5), (0.0, 0.5)])
+    def test_a_request_whose_rate_changed_is_followed_within_fifty_steps(self, before: float, after: float) -> None:
+        rng, estimates = np.random.default_rng(6), []
+        for seed in range(30):
+            model = AcceptanceModel()
+            serve(model, "a", before, requests=3)
+            request = train(model, "a", before, steps=200, seed=seed)
+            for _ in range(50):
+                model.observe("a", request, verify(rng, [after] * 4, 4))
+            estimates.append(rate(model, "a", request))
+        assert np.mean(estimates) == pytest.approx(after, abs=0.1)
+
+    def test_doubt_shrinks_with_observations_and_grows_back_without_drafts(self) -> None:
+        model = AcceptanceModel()
+        serve(model, "a", 0.7, requests=20)
+
+        def doubt(request: Residual) -> float:
+            return model.survivals("a", request, 1, optimism=1.0)[0] - rate(model, "a", request)
+
+        request = Residual()
+        unknown = doubt(request)
+        for _ in range(50):
+            model.observe("a", request, (0.7, 0.7))
+        known = doubt(request)
+        assert known < 0.5 * unknown
+        for _ in range(300):
+            model.age(request)
+        assert doubt(request) == pytest.approx(unknown, abs=0.01)
+
+    def test_a_request_that_drafts_no_more_comes_back_to_its_tenants_rate(self) -> None:
+        model = AcceptanceModel()
+        serve(model, "a", 0.8, requests=20)
+        request = train(model, "a", 0.05, steps=60)
+        mean, hopeful = [rate(model, "a", request)], model.survivals("a", request, 4, optimism=1.0)
+        assert mean[0] < 0.2
+        for _ in range(200):
+            model.age(request)
+            mean.append(rate(model, "a", request))
+            now = model.survivals("a", request, 4, optimism=1.0)
+            assert all(later > earlier for later, earlier in zip(now, hopeful, strict=True))
+            hopeful = now
+        assert mean[10] < 0.5 * mean[-1]  # slowly
+        assert mean[-1] == pytest.approx(rate(model, "a", Residual()), abs=0.02)
+
+    def test_there_is_always_something_left_to_learn(self) -> None:
+        model = AcceptanceModel()
+        always, never = Residual(), Residual()
+        for _ in range(3_000):
+            model.observe("always", always, (1.0,) * 8)
+            model.observe("never", never, (0.0,))
+        for tenant, request in (("always", always), ("never", never)):
+            assert 0.0099 <= rate(model, tenant, request) <= 0.9951
 
 
 def test_a_step_that_reached_nothing_changes_nothing() -> None:
-    acceptance = Acceptance(3.0, 2.0)
-    acceptance.observe(())
-    assert acceptance == Acceptance(3.0, 2.0)
+    model, request = AcceptanceModel(max_tenants=1), Residual(0.5, 2.0)
+    serve(model, "a", 0.3, requests=3)
+    before = model.survivals("a", request, 4)
+    model.observe("a", request, ())
+    model.observe("b", request, ())
+    assert request == Residual(0.5, 2.0)
+    assert model.survivals("a", request, 4) == before
 
 
-def test_the_past_fades() -> None:
-    acceptance = Acceptance()
-    for _ in range(200):
-        acceptance.observe((1.0, 1.0))
-    for _ in range(200):
-        acceptance.observe((0.0,))
-    assert acceptance.rate() < 0.2
-    assert acceptance.accepted == pytest.approx(2 * (1 - DECAY**200) / (1 - DECAY) * DECAY**200)
+steps = st.tuples(
+    st.sampled_from("ab"), st.integers(0, 2), st.lists(st.floats(0, 1), max_size=9), st.booleans(), st.booleans()
+)
 
 
 @settings(deadline=None, derandomize=True, database=None)
-@given(
-    steps=st.lists(st.lists(st.floats(0, 1), max_size=5).map(tuple), max_size=40),
-    prior=st.floats(0, 1),
-)
-def test_the_rate_is_a_probability(steps: list[tuple[float, ...]], prior: float) -> None:
-    acceptance = Acceptance()
-    for step in steps:
-        acceptance.observe(step)
-        assert acceptance.accepted >= 0
-        assert acceptance.rejected >= 0
-    assert -1e-12 <= acceptance.rate(prior) <= 1 + 1e-12
+@given(history=st.lists(steps, max_size=60), optimism=st.floats(-3, 3))
+def test_survivals_are_a_chain_of_probabilities_and_a_function_of_history(
+    history: list[tuple[str, int, list[float], bool, bool]], optimism: float
+) -> None:
+    def replay() -> list[list[float]]:
+        model, requests = AcceptanceModel(), [Residual() for _ in range(3)]
+        for tenant, number, reached, shared, aged in history:
+            model.observe(tenant, requests[number], reached, shared)
+            if aged:
+                model.age(requests[number])
+        return [model.survivals(tenant, r, 12, optimism) for tenant in "abc" for r in requests]
+
+    survivals = replay()
+    for chain in survivals:
+        assert len(chain) == 12
+        assert all(1.0 >= before >= after >= 0.0 for before, after in zip([1.0, *chain], chain, strict=False))
+    assert replay() == survivals

@@ -32,6 +32,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.structured": ("paceline.core.grammar",),
     "paceline.runner": (*PLANS, "paceline.models", "paceline_kernels"),
     "paceline.speculation": (*PLANS, "paceline.runner", "paceline.models", "paceline_kernels"),
+    "paceline.cost_cache": ("paceline.core", "paceline_kernels.cpu.build"),
     "paceline.server": ("paceline.engine", "paceline.core", "paceline.v1"),
     "paceline.client": ("paceline.v1",),
     "paceline.v1": (),

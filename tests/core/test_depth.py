@@ -1,126 +1,557 @@
-"""Depth policies: what they choose, and the bounds they keep."""
+"""Depth policies: what they choose, and the bounds, budgets and shares that they keep."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.harness import Harness, always, never, percent_right
-from paceline.core.config import SchedulerConfig
-from paceline.core.depth import DRAFT_PRICE, PROBE_INTERVAL, AdaptiveDepth, DepthCandidate, DepthPolicy, FixedDepth
+from paceline.core import depth as depth_module
+from paceline.core.cost_model import StepShape
+from paceline.core.depth import (
+    NOTHING,
+    PROBE_CREDIT,
+    PROBE_SHARE,
+    AdaptiveDepth,
+    Chosen,
+    DepthCandidate,
+    DepthPolicy,
+    FixedDepth,
+    Offer,
+    Outcome,
+    StepLoad,
+)
 from paceline.core.params import Method
 
-drafting = st.sampled_from([Method.NGRAM, Method.DRAFT_MODEL])
+MODEL, NGRAM = Method.DRAFT_MODEL, Method.NGRAM
+relaxed = settings(deadline=None, derandomize=True, database=None, max_examples=150)
+
+
+@dataclass
+class Costs:
+    """Prices by formula."""
+
+    by_rows: Callable[[int], float] = lambda rows: 1.0 + 0.1 * rows
+    by_sequences: Callable[[int], float] = lambda count: 0.1
+    start: float = 0.0  # of drafting, per step
+    per_draft_row: float = 0.0
+
+    def target(self, rows: int, context: int, sequences: int = 0) -> float:
+        return self.by_rows(rows)
+
+    def targets(self, rows: int, count: int, context: int, sequences: int = 0) -> np.ndarray:
+        return np.array([self.by_rows(rows + more) for more in range(count + 1)])
+
+    def draft_passes(self, count: int) -> np.ndarray:
+        return np.array([0.0] + [self.by_sequences(n) for n in range(1, count + 1)])
+
+    def first_passes(self, count: int) -> np.ndarray:
+        return np.array([0.0] + [self.start + self.by_sequences(n) for n in range(1, count + 1)])
+
+    def draft_rows(self, rows: int) -> float:
+        return self.per_draft_row * rows
+
+    def step(self, shape: StepShape) -> float:
+        drafting = sum(self.by_sequences(count) for count in shape.draft_passes) + self.draft_rows(shape.draft_rows)
+        return self.by_rows(shape.rows) + drafting + (self.start if shape.draft_passes else 0.0)
+
+
+def adaptive(costs: Costs | None = None, max_depth: int = 8) -> AdaptiveDepth:
+    return AdaptiveDepth(costs or Costs(), max_depth=max_depth)  # type: ignore[arg-type]
+
+
+def geometric(acceptance: float, depth: int = 8) -> tuple[float, ...]:
+    return tuple(acceptance**position for position in range(1, depth + 1))
 
 
 def candidate(
-    acceptance: float, method: Method = Method.DRAFT_MODEL, lowest: int = 0, highest: int = 8, without: int = 0
+    acceptance: float,
+    request_id: int = 0,
+    lowest: int = 0,
+    highest: int = 8,
+    method: Method = MODEL,
+    without: int = 0,
+    catch_up: int = 0,
 ) -> DepthCandidate:
-    return DepthCandidate(method, acceptance, lowest, highest, without)
+    offer = Offer(method, geometric(acceptance, highest), catch_up)
+    return DepthCandidate(request_id, (offer,), lowest, highest, without)
 
 
-def depth_of(policy: DepthPolicy, one: DepthCandidate) -> int:
-    (depth,) = policy.choose([one])
-    return depth
+def load_of(candidates: Sequence[DepthCandidate], prompts: int = 0, budget: int = 1000) -> StepLoad:
+    return StepLoad(len(candidates) + prompts, 0, len(candidates), budget)
 
 
-def tokens_per_pass(acceptance: float, depth: int, price: float) -> float:
-    """Leviathan et al. 2023, equation 1, over the cost of the step."""
-    return sum(acceptance**position for position in range(depth + 1)) / (1 + price * depth)
+def choose(policy: DepthPolicy, *candidates: DepthCandidate, budget: int = 1000, slot_price: float = 0.0) -> list[int]:
+    chosen = policy.choose(candidates, load_of(candidates, budget=budget), slot_price=slot_price)
+    return [choice.depth for choice in chosen]
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=300)
-@given(acceptance=st.floats(0, 1), method=drafting, highest=st.integers(0, 12))
-def test_adaptive_depth_is_the_best_of_all(acceptance: float, method: Method, highest: int) -> None:
-    rates = [tokens_per_pass(acceptance, depth, DRAFT_PRICE[method]) for depth in range(highest + 1)]
-    chosen = depth_of(AdaptiveDepth(), candidate(acceptance, method, highest=highest))
-    assert rates[chosen] == pytest.approx(max(rates), rel=1e-12)
+def shape_of(candidates: Sequence[DepthCandidate], chosen: Sequence[Chosen], load: StepLoad) -> StepShape:
+    models = [choice.depth for choice in chosen if choice.method is MODEL]
+    passes = tuple(sum(depth >= level for depth in models) for level in range(1, max(models, default=0) + 1))
+    return StepShape(load.rows + sum(choice.depth for choice in chosen), 0, passes, catch_up_of(candidates, chosen))
 
 
-@pytest.mark.parametrize(("acceptance", "depth"), [(0.05, 0), (0.3, 1), (0.6, 2), (0.8, 5), (1.0, 8)])
-def test_better_drafts_go_deeper(acceptance: float, depth: int) -> None:
-    assert depth_of(AdaptiveDepth(), candidate(acceptance)) == depth
+def catch_up_of(candidates: Sequence[DepthCandidate], chosen: Sequence[Chosen]) -> int:
+    return sum(
+        offer.catch_up
+        for one, choice in zip(candidates, chosen, strict=True)
+        for offer in one.offers
+        if offer.method is choice.method
+    )
 
 
-def test_cheaper_drafts_go_deeper() -> None:
-    assert depth_of(AdaptiveDepth(), candidate(0.6, Method.NGRAM)) > depth_of(AdaptiveDepth(), candidate(0.6))
+def worth(
+    candidates: Sequence[DepthCandidate],
+    chosen: Sequence[Chosen],
+    load: StepLoad,
+    costs: Costs,
+    second: float,
+    slot_price: float = 0.0,
+) -> float:
+    """Expected tokens less the price of slots and time."""
+    tokens = float(load.sampling)
+    for one, choice in zip(candidates, chosen, strict=True):
+        for offer in one.offers:
+            if offer.method is choice.method:
+                tokens += sum(offer.survivals[: choice.depth]) - slot_price * choice.depth
+    return tokens - second * costs.step(shape_of(candidates, chosen, load))
 
 
-@settings(deadline=None, derandomize=True, database=None)
+def all_choices(candidates: Sequence[DepthCandidate], budget: int) -> Iterator[tuple[Chosen, ...]]:
+    """Whatever keeps the bounds and the budget."""
+    options = []
+    for one in candidates:
+        mine = {Chosen(o.method, k) for o in one.offers for k in range(max(one.lowest, 1), len(o.survivals) + 1)}
+        options.append([*mine, *([NOTHING] if one.lowest == 0 else [])])
+    for chosen in itertools.product(*options):
+        if sum(choice.depth for choice in chosen) + catch_up_of(candidates, chosen) <= budget:
+            yield chosen
+
+
+def learned(policy: AdaptiveDepth, gain: float) -> None:
+    """Let it have earned `gain` times what the same sequences earn without drafts, for long."""
+    shape = StepShape(1, 0)
+    for _ in range(200):
+        policy.observe(Outcome(shape, 0.0, policy.costs.step(shape) / gain, 1, ((0, 0, 0),)))
+
+
+# -- the best choice -------------------------------------------------------------------------------------------------
+
+rates = st.floats(0.0, 1.0, allow_nan=False)
+
+
+@st.composite
+def runs(draw: st.DrawFn, most: int = 3) -> tuple[float, ...]:
+    return tuple(itertools.accumulate(draw(st.lists(rates, min_size=1, max_size=most)), lambda a, b: a * b))
+
+
+@st.composite
+def stairs(draw: st.DrawFn, rows: int = 16) -> tuple[float, ...]:
+    """Seconds of a step by rows: never falling, neither convex nor concave."""
+    return tuple(itertools.accumulate(draw(st.lists(st.floats(0.0, 0.5), min_size=rows, max_size=rows)), initial=1.0))
+
+
+@relaxed
 @given(
-    policy=st.sampled_from([AdaptiveDepth(), FixedDepth(0), FixedDepth(3), FixedDepth(99)]),
-    acceptance=st.floats(0, 1),
-    method=drafting,
-    lowest=st.integers(0, 6),
-    spread=st.integers(0, 6),
-    without=st.integers(0, 2 * PROBE_INTERVAL),
+    survivals=st.lists(runs(), min_size=1, max_size=3),
+    methods=st.lists(st.sampled_from([MODEL, NGRAM]), min_size=3, max_size=3),
+    lowest=st.lists(st.integers(0, 2), min_size=3, max_size=3),
+    target=stairs(),
+    pass_seconds=st.floats(0.0, 0.5),
+    per_sequence=st.floats(0.0, 0.2),
+    start=st.floats(0.0, 0.2),
+    gain=st.floats(0.3, 3.0),
+    slot_price=st.sampled_from([0.0, 0.1, 0.5]),
+    budget=st.integers(0, 9),
 )
-def test_bounds_are_kept(
-    policy: DepthPolicy, acceptance: float, method: Method, lowest: int, spread: int, without: int
+def test_the_choice_is_the_best_of_all(
+    survivals: list[tuple[float, ...]],
+    methods: list[Method],
+    lowest: list[int],
+    target: tuple[float, ...],
+    pass_seconds: float,
+    per_sequence: float,
+    start: float,
+    gain: float,
+    slot_price: float,
+    budget: int,
 ) -> None:
-    one = candidate(acceptance, method, lowest, lowest + spread, without)
-    assert lowest <= depth_of(policy, one) <= lowest + spread
+    """Against brute force, on stairs of verification and passes of any constant and share per sequence."""
+    candidates = [
+        DepthCandidate(i, (Offer(method, run),), min(low, len(run)), len(run))
+        for i, (run, method, low) in enumerate(zip(survivals, methods, lowest, strict=False))
+    ]
+    costs = Costs(lambda rows: target[rows], lambda count: pass_seconds + per_sequence * count, start)
+    load = load_of(candidates, budget=budget)
+    possible = list(all_choices(candidates, budget))
+    for few in (0, 10**6):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(depth_module, "FEW_SLOTS", few)
+            policy = adaptive(costs)
+            learned(policy, gain)
+            chosen = policy.choose(candidates, load, slot_price=slot_price)
+        second = policy.last.price_of_time
+        assert sum(choice.depth for choice in chosen) <= budget
+        if possible:
+            best = max(worth(candidates, one, load, costs, second, slot_price) for one in possible)
+            assert worth(candidates, chosen, load, costs, second, slot_price) == pytest.approx(best, rel=1e-9, abs=1e-9)
+
+
+@relaxed
+@given(
+    pairs=st.lists(st.tuples(runs(), runs()), min_size=1, max_size=3),
+    per_row=st.floats(0.0, 0.5),
+    pass_seconds=st.floats(0.0, 0.5),
+    gain=st.floats(0.3, 3.0),
+)
+def test_of_two_offers_the_better_is_taken(
+    pairs: list[tuple[tuple[float, ...], tuple[float, ...]]], per_row: float, pass_seconds: float, gain: float
+) -> None:
+    """Against brute force over methods too, where a row costs the same wherever it comes."""
+    candidates = [
+        DepthCandidate(i, (Offer(NGRAM, ngram), Offer(MODEL, model)), 0, max(len(ngram), len(model)))
+        for i, (ngram, model) in enumerate(pairs)
+    ]
+    costs = Costs(lambda rows: 1.0 + per_row * rows, lambda count: pass_seconds)
+    load = load_of(candidates)
+    for few in (0, 10**6):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(depth_module, "FEW_SLOTS", few)
+            policy = adaptive(costs)
+            learned(policy, gain)
+            chosen = policy.choose(candidates, load)
+        second = policy.last.price_of_time
+        best = max(worth(candidates, one, load, costs, second) for one in all_choices(candidates, 1000))
+        assert worth(candidates, chosen, load, costs, second) == pytest.approx(best, rel=1e-9, abs=1e-9)
+
+
+def test_passes_that_cost_more_for_many_cost_a_hair_at_most() -> None:
+    """Where the order of slots is only nearly right: flat up to two sequences, a third dearer with the next."""
+    generator = np.random.default_rng(0)
+    costs = Costs(lambda rows: 1.0 + 0.05 * max(0, rows - 5), lambda count: 0.1 + 0.03 * max(0, count - 2))
+    missed = []
+    for _ in range(60):
+        survivals = generator.uniform(0.2, 1.0, (3, 3)).cumprod(axis=1).tolist()
+        candidates = [DepthCandidate(i, (Offer(MODEL, run),), 0, 3) for i, run in enumerate(survivals)]
+        load = load_of(candidates)
+        policy = adaptive(costs)
+        learned(policy, 1.5)
+        chosen = policy.choose(candidates, load)
+        second = policy.last.price_of_time
+        best = max(worth(candidates, one, load, costs, second) for one in all_choices(candidates, 1000))
+        missed.append((best - worth(candidates, chosen, load, costs, second)) / load.sampling)
+    assert max(missed) < 0.03
+    assert np.mean(missed) < 0.003
+
+
+def test_the_search_does_not_stop_at_the_first_drop() -> None:
+    """A second row is dear, the third and fourth come with it."""
+    costs = Costs(lambda rows: 1.0 if rows == 1 else 1.6, lambda count: 0.0)
+    assert choose(adaptive(costs), candidate(0.9, highest=3)) == [3]
+
+
+def test_better_drafts_go_deeper_and_each_request_for_itself() -> None:
+    depths = choose(adaptive(), *(candidate(a, i) for i, a in enumerate((0.1, 0.5, 0.7, 0.9))))
+    assert depths == sorted(depths)
+    assert depths[0] == 0
+    assert len(set(depths)) >= 3
+
+
+@relaxed
+@given(acceptance=rates, other=rates, price=st.floats(0.0, 1.0), other_price=st.floats(0.0, 1.0))
+def test_depth_rises_with_acceptance_and_falls_with_price(
+    acceptance: float, other: float, price: float, other_price: float
+) -> None:
+    def depth(acceptance: float, slot_price: float) -> int:
+        (depth,) = choose(adaptive(), candidate(acceptance), slot_price=slot_price)
+        return depth
+
+    assert depth(min(acceptance, other), price) <= depth(max(acceptance, other), price)
+    assert depth(acceptance, max(price, other_price)) <= depth(acceptance, min(price, other_price))
+
+
+def test_no_slot_at_a_high_price() -> None:
+    policy = adaptive(Costs(lambda rows: 1.0, lambda count: 0.0))
+    candidates = [candidate(1.0, i) for i in range(4)]
+    assert choose(policy, *candidates) == [8] * 4
+    assert choose(policy, *candidates, slot_price=1.01) == [0] * 4
+    for without in range(1, 200):
+        idle = [replace(one, steps_without_drafts=without) for one in candidates]
+        assert choose(policy, *idle, slot_price=1e9) == [0] * 4
+
+
+def test_dear_time_makes_drafts_shallow() -> None:
+    depths = []
+    for gain in (0.4, 1.0, 3.0, 10.0):
+        policy = adaptive()
+        learned(policy, gain)
+        depths += choose(policy, candidate(0.8))
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] > depths[1] > depths[-1] == 0
+
+
+def test_a_step_that_was_disturbed_hardly_moves_the_price_of_time() -> None:
+    policy = adaptive()
+    learned(policy, 2.0)
+    choose(policy, candidate(0.8))
+    before = policy.last.price_of_time
+    policy.observe(Outcome(StepShape(1, 0), 0.0, 1e6, 2, ((0, 0, 0),)))
+    choose(policy, candidate(0.8))
+    assert before * 0.8 < policy.last.price_of_time < before
+
+
+def test_the_price_of_time_follows_the_load_at_once() -> None:
+    """Without a request more seen: 64 sequences earn more than one, so slots are dearer beside them."""
+    policy = adaptive(Costs(lambda rows: 1.0))
+    choose(policy, candidate(0.8))
+    alone = policy.last.price_of_time
+    choose(policy, *(candidate(0.8, i) for i in range(64)))
+    assert policy.last.price_of_time == pytest.approx(64 * alone)
+
+
+def test_ngram_needs_no_pass() -> None:
+    costs = Costs(lambda rows: 1.0, lambda count: 10.0)
+    both = DepthCandidate(0, (Offer(NGRAM, geometric(0.3)), Offer(MODEL, geometric(0.9))), 0, 8)
+    assert adaptive(costs).choose([both], load_of([both])) == [Chosen(NGRAM, 8)]
+    assert adaptive(replace(costs, by_sequences=lambda count: 0.01)).choose([both], load_of([both])) == [
+        Chosen(MODEL, 8)
+    ]
+
+
+# -- bounds and budget -----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def any_candidate(draw: st.DrawFn, request_id: int) -> DepthCandidate:
+    lowest = draw(st.integers(0, 4))
+    highest = draw(st.integers(max(lowest, 1), 10))
+    methods = draw(st.sampled_from([(MODEL,), (NGRAM,), (NGRAM, MODEL), (MODEL, NGRAM)]))
+    offers = tuple(
+        Offer(method, geometric(draw(rates), highest), draw(st.integers(0, 12)) if method is MODEL else 0)
+        for method in methods
+    )
+    return DepthCandidate(request_id, offers, lowest, highest, draw(st.integers(0, 600)))
+
+
+@relaxed
+@given(data=st.data(), budget=st.integers(0, 60), few=st.sampled_from([0, 10**6]))
+def test_bounds_and_budget_are_kept_over_many_steps(data: st.DataObject, budget: int, few: int) -> None:
+    policy = adaptive(Costs(per_draft_row=0.01))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(depth_module, "FEW_SLOTS", few)
+        for _ in range(6):
+            ids = data.draw(st.lists(st.integers(0, 9), unique=True, min_size=1, max_size=6))
+            candidates = [data.draw(any_candidate(request_id)) for request_id in ids]
+            chosen = policy.choose(candidates, load_of(candidates, budget=budget))
+            assert sum(choice.depth for choice in chosen) + catch_up_of(candidates, chosen) <= budget
+            enough = budget >= sum(c.highest + sum(o.catch_up for o in c.offers) for c in candidates)
+            for one, choice in zip(candidates, chosen, strict=True):
+                assert (choice.depth == 0) == (choice.method is Method.NONE)
+                assert choice.depth <= one.highest
+                assert choice.depth >= one.lowest or not enough
+
+
+def test_what_bounds_ask_for_is_shared_when_rows_are_short() -> None:
+    assert choose(adaptive(), *(candidate(0.5, i, lowest=3) for i in range(3)), budget=6) == [2, 2, 2]
+
+
+def test_a_run_that_is_too_long_to_catch_up_does_not_hold_up_others() -> None:
+    behind = candidate(1.0, 0, catch_up=50)
+    assert choose(adaptive(Costs(lambda rows: 1.0)), behind, candidate(0.9, 1), budget=20) == [0, 8]
+
+
+def test_catching_up_is_paid_over_many_steps_by_a_request_that_was_idle() -> None:
+    costs = Costs(lambda rows: 1.0, per_draft_row=0.1)
+    assert choose(adaptive(costs), candidate(0.8, catch_up=40)) == [0], "4 passes for at most 9 tokens, every step"
+    assert choose(adaptive(costs), candidate(0.8, catch_up=40, without=40))[0] > 0
+    assert choose(adaptive(costs), candidate(0.8, catch_up=4000, without=4000)) == [0]
+
+
+def test_nobody_to_choose_for() -> None:
+    assert adaptive().choose([], StepLoad(10, 0, 0, 10)) == []
+
+
+# -- from step to step -----------------------------------------------------------------------------------------------
+
+
+def test_a_decision_stands_for_some_steps_and_new_requests_join_it() -> None:
+    policy = adaptive()
+    good, bad = candidate(0.9, 1), candidate(0.05, 2)
+    others = [candidate(0.9, 10 + i) for i in range(8)]
+    (first, *_) = choose(policy, good, *others)
+    assert choose(policy, replace(good, offers=bad.offers), *others)[0] == first
+    newcomer, clipped = choose(policy, candidate(0.05, 3), replace(good, highest=2), *others[1:])[:2]
+    assert (newcomer, clipped) == (0, 2)
+    assert choose(policy, candidate(0.9, 4), *others)[0] == first
+    assert choose(policy, replace(good, offers=bad.offers), *others)[0] == 0, "the next decision"
+
+
+@pytest.mark.parametrize("after", ["prompts", "requests", "price"])
+def test_another_load_is_decided_for_at_once(after: str) -> None:
+    costs = Costs(lambda rows: 1.0 if rows <= 9 else 1.0 + 2.0 * (rows - 9))
+    policy = adaptive(costs)
+    one = candidate(0.9)
+    assert choose(policy, one) == [8]
+    if after == "prompts":
+        assert policy.choose([one], load_of([one], prompts=9))[0].depth == 0
+    elif after == "requests":
+        assert max(choose(policy, *(candidate(0.9, i) for i in range(10)))) == 0
+    else:
+        assert choose(policy, one, slot_price=2.0) == [0]
+
+
+def test_depth_does_not_flap_between_choices_that_are_nearly_as_good() -> None:
+    """Noise of 2 % around the acceptance at which one more pass begins to pay."""
+    costs = Costs(lambda rows: 1.0, lambda count: 0.25)
+    policy = adaptive(costs)
+    learned(policy, 1.2)
+    noise = np.random.default_rng(1).normal(0.0, 0.01, 400)
+    depths = [choose(policy, candidate(min(0.55 + shift, 1.0), highest=4))[0] for shift in noise]
+    free = []
+    for shift in noise:
+        fresh = adaptive(costs)
+        learned(fresh, 1.2)
+        free += choose(fresh, candidate(min(0.55 + shift, 1.0), highest=4))
+    changes = [
+        sum(a != b for a, b in itertools.pairwise(depths[s] for s in range(0, 400, 4))) for depths in (depths, free)
+    ]
+    assert changes[0] <= changes[1] / 3
+
+
+def test_a_lasting_small_gain_is_taken_in_the_end() -> None:
+    costs = Costs(lambda rows: 1.0, lambda count: 0.3)
+    policy = adaptive(costs)
+    assert choose(policy, candidate(0.2, highest=1)) == [0]
+    depths = [choose(policy, candidate(0.315, highest=1))[0] for _ in range(60)]
+    assert depths[0] == depths[8] == 0
+    assert depths[-1] == 1
+
+
+def test_the_same_history_gives_the_same_choices() -> None:
+    def run() -> list[int]:
+        policy = adaptive()
+        generator = np.random.default_rng(3)
+        depths = []
+        for step in range(200):
+            candidates = [candidate(float(generator.uniform()), i, without=step) for i in range(5)]
+            depths += choose(policy, *candidates)
+            emitted = int(generator.integers(5, 20))
+            policy.observe(Outcome(StepShape(5, 0), 0.0, 2.0, emitted, ((0, 1, 1),) * 5))
+        return depths
+
+    assert run() == run()
+
+
+# -- probes ----------------------------------------------------------------------------------------------------------
+
+
+def idle_steps(policy: AdaptiveDepth, count: int, steps: int, acceptance: float = 0.01) -> list[list[int]]:
+    """The requests that draft in each of so many steps, if nobody's acceptance is worth a draft."""
+    waits = [0] * count
+    probes = []
+    for _ in range(steps):
+        depths = choose(policy, *(candidate(acceptance, i, without=waits[i], catch_up=0) for i in range(count)))
+        probes.append([i for i, depth in enumerate(depths) if depth])
+        waits = [0 if depth else wait + 1 for wait, depth in zip(waits, depths, strict=True)]
+    return probes
+
+
+def test_idle_requests_probe_ever_more_rarely() -> None:
+    steps = [
+        step
+        for step, who in enumerate(idle_steps(adaptive(Costs(lambda rows: 1.0, lambda count: 0.01)), 1, 4000))
+        if who
+    ]
+    gaps = [b - a for a, b in itertools.pairwise(steps)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == 513
+    assert len(steps) > 8
+
+
+def test_requests_that_stopped_together_do_not_probe_together() -> None:
+    """Each has its turn, and no step becomes much longer; where rows cost something, few come along."""
+    policy = adaptive(Costs(lambda rows: 1.0 + 0.1 * rows, lambda count: 0.1))
+    probes = idle_steps(policy, 16, 2000)
+    assert {i for who in probes for i in who} == set(range(16))
+    assert max(len(who) for who in probes) <= 7
+    assert len([who for who in probes[1000:] if who]) > 4
+
+
+@pytest.mark.parametrize("count", [1, 4, 40])
+def test_probes_take_no_more_than_their_share(count: int) -> None:
+    costs = Costs(lambda rows: 1.0 + 0.05 * rows, lambda count: 0.5)
+    policy, steps = adaptive(costs), 3000
+    plain = costs.by_rows(count)
+    spent = 0.0
+    for who in idle_steps(policy, count, steps):
+        spent += costs.by_rows(count + len(who)) - plain + (0.5 if who else 0.0)
+    assert 0.0 < spent <= (PROBE_SHARE * steps + PROBE_CREDIT) * plain * (1 + 1e-9)
+    assert PROBE_SHARE <= 0.02
+
+
+def test_a_probe_that_pays_makes_the_request_draft() -> None:
+    policy = adaptive()
+    assert choose(policy, candidate(0.01)) == [0]
+    assert [choose(policy, candidate(0.9))[0] for _ in range(4)][-1] > 1
+
+
+def test_one_of_the_deepest_tries_one_more_now_and_then() -> None:
+    policy = adaptive(Costs(lambda rows: 1.0 + 0.02 * rows, lambda count: 0.05))
+    candidates = [candidate(0.5, i) for i in range(4)]
+    history = [choose(policy, *candidates) for _ in range(300)]
+    usual = history[0]
+    odd = [depths for depths in history if depths != usual]
+    assert 5 <= len(odd) <= 10
+    assert all(sum(depths) == sum(usual) + 1 and max(depths) == max(usual) + 1 for depths in odd)
+    assert len({depths.index(max(depths)) for depths in odd}) == 4, "each in turn"
+
+
+def test_bounds_hold_for_probes() -> None:
+    policy = adaptive()
+    for without in range(600):
+        assert choose(policy, DepthCandidate(0, (Offer(MODEL, (0.01,)),), 0, 0, without)) == [0]
+    assert choose(adaptive(), candidate(0.01, without=10**6), budget=0) == [0]
+
+
+def test_forgotten_requests_leave_nothing() -> None:
+    policy = adaptive()
+    idle_steps(policy, 5, 200)
+    assert policy._probe_intervals
+    for request_id in range(6):
+        policy.forget(request_id)
+    assert not policy._probe_intervals
+    assert not policy._chosen
+
+
+# -- summary and the fixed policy ------------------------------------------------------------------------------------
+
+
+def test_the_last_decision_says_what_it_expects() -> None:
+    costs = Costs(lambda rows: 1.0 + 0.01 * rows, lambda count: 0.1, start=0.05, per_draft_row=0.01)
+    policy = adaptive(costs)
+    candidates = [candidate(0.6, 0, catch_up=1), candidate(0.9, 1)]
+    load = load_of(candidates)
+    for _ in range(3):
+        chosen = policy.choose(candidates, load)
+        last = policy.last
+        assert (last.depth, last.slots) == (max(c.depth for c in chosen), sum(c.depth for c in chosen))
+        assert last.predicted_seconds == pytest.approx(costs.step(shape_of(candidates, chosen, load)))
+        tokens = worth(candidates, chosen, load, costs, second=0.0)
+        assert last.rate == pytest.approx(tokens / last.predicted_seconds)
 
 
 def test_fixed_depth_is_fixed() -> None:
     candidates = [candidate(0.0), candidate(1.0), candidate(0.5, highest=2), candidate(0.5, lowest=5)]
-    assert FixedDepth(3).choose(candidates) == [3, 3, 2, 5]
+    assert choose(FixedDepth(3), *candidates) == [3, 3, 2, 5]
+    assert FixedDepth(0).choose(candidates[:1], load_of(candidates)) == [NOTHING]
 
 
-def test_each_request_for_itself() -> None:
-    candidates = [candidate(0.1), candidate(0.9), candidate(0.5)]
-    assert AdaptiveDepth().choose(candidates) == [depth_of(AdaptiveDepth(), one) for one in candidates]
-    assert AdaptiveDepth().choose([]) == []
-
-
-@pytest.mark.parametrize(("without", "depth"), [(PROBE_INTERVAL - 1, 0), (PROBE_INTERVAL, 1), (10**6, 1)])
-def test_a_request_that_does_not_draft_probes_now_and_then(without: int, depth: int) -> None:
-    assert depth_of(AdaptiveDepth(), candidate(0.0, without=without)) == depth
-
-
-def test_a_probe_keeps_the_upper_bound() -> None:
-    assert depth_of(AdaptiveDepth(), candidate(0.0, highest=0, without=10**6)) == 0
-
-
-# -- in the scheduler ------------------------------------------------------------------------------------------------
-
-
-def adaptive_harness(percent: int) -> Harness:
-    config = SchedulerConfig(num_blocks=64, max_model_len=900, method=Method.DRAFT_MODEL)
-    return Harness(config, AdaptiveDepth(), right={0: never, 100: always}.get(percent) or percent_right(percent))
-
-
-def test_depth_follows_acceptance() -> None:
-    """Drafts that fail are given up, but for a probe now and then; drafts that hold go to the maximum."""
-    depths = {}
-    for percent in (0, 60, 100):
-        harness = adaptive_harness(percent)
-        request = harness.add(5, max_tokens=400)
-        harness.drain()
-        late = [work.num_drafts for work in harness.works(request)][20:-3]
-        depths[percent] = sum(late) / len(late)
-    assert depths[0] < 0.1
-    assert 1 < depths[60] < 4
-    assert depths[100] == 8
-
-
-def test_depth_recovers_when_drafts_become_good() -> None:
-    harness = adaptive_harness(0)
-    request = harness.add(5, max_tokens=800)
-    while len(request.output_token_ids) < 100:
-        harness.step()
-    harness.runner.draft_is_right = always
-    harness.drain()
-    assert [work.num_drafts for work in harness.works(request)][-3] >= 4
-
-
-def test_a_new_request_starts_from_what_the_drafter_showed() -> None:
-    harness = adaptive_harness(0)
-    requests = []
-    for _ in range(2):
-        requests.append(harness.add(5, max_tokens=100))
-        harness.drain()
-    first, second = ([work.num_drafts for work in harness.works(request)] for request in requests)
-    assert first[1] >= 2, "an unknown drafter is given a chance"
-    assert second[1] <= 1, "a known one is not"
+def test_fixed_depth_takes_the_first_offer_as_far_as_it_goes() -> None:
+    both = DepthCandidate(0, (Offer(MODEL, geometric(0.5, 2)), Offer(NGRAM, geometric(0.9))), 0, 8)
+    assert FixedDepth(3).choose([both], load_of([both])) == [Chosen(MODEL, 2)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from core.harness import GREEDY, CyclingDepth, Harness, always, never, percent_right, rows_of
-from paceline.core.acceptance import Acceptance
+from paceline.core.acceptance import Residual
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth import FixedDepth
 from paceline.core.params import (
@@ -206,11 +206,11 @@ def test_case_7_a_cancelled_request_leaves_nothing_behind(lag: int) -> None:
     first = harness.add(8, max_tokens=12)
     for _ in range(5):
         harness.step()
-    assert first.acceptance.rejected > 0
+    assert first.residuals[Method.DRAFT_MODEL].shift < 0
     harness.abort(first)
     harness.runner.draft_is_right = always
     second = harness.add(8, max_tokens=13)
-    assert second.acceptance == Acceptance()
+    assert second.residuals == {Method.DRAFT_MODEL: Residual()}
     harness.drain()
     assert second.counts.accepted_by_position == [3, 3, 3]
 
@@ -389,7 +389,8 @@ def test_case_22_the_estimate_does_not_fall_as_depth_grows(depth: int) -> None:
     harness = Harness(config(num_blocks=512, max_model_len=400), FixedDepth(depth), right=percent_right(80))
     requests = [harness.add(5, max_tokens=300) for _ in range(12)]
     harness.drain()
-    estimates = [r.acceptance.accepted / (r.acceptance.accepted + r.acceptance.rejected) for r in requests]
+    model = harness.scheduler.speculation.drafters[Method.DRAFT_MODEL, Verification.GREEDY].acceptance
+    estimates = [model.survivals("", request.residuals[Method.DRAFT_MODEL], 1)[0] for request in requests]
     assert sum(estimates) / len(estimates) == pytest.approx(0.8, abs=0.05)
 
 

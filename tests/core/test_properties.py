@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from core.harness import CyclingDepth, Harness, percent_right, prompt_of
+from core.workload import costs
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from paceline.core.params import Method
@@ -25,7 +26,7 @@ MAX_MODEL_LEN = 30
 EOS = tuple(range(40))  # of 997 ids: about one token in 25 ends a completion
 
 POLICIES: list[Callable[[], DepthPolicy]] = [
-    AdaptiveDepth,
+    lambda: AdaptiveDepth(costs()),
     lambda: FixedDepth(1),
     lambda: FixedDepth(4),
     lambda: CyclingDepth((0, 3, 0, 0, 5)),
@@ -33,7 +34,13 @@ POLICIES: list[Callable[[], DepthPolicy]] = [
 
 
 def small_config(
-    num_blocks: int, block_size: int, max_num_seqs: int, spare_rows: int, method: Method, max_draft_len: int
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int,
+    spare_rows: int,
+    method: Method,
+    max_draft_len: int,
+    hybrid: bool,
 ) -> SchedulerConfig:
     """Pools of a few tokens, so that memory is short most of the time."""
     return SchedulerConfig(
@@ -46,6 +53,7 @@ def small_config(
         max_depth=6,
         method=method,
         max_draft_len=max_draft_len,
+        hybrid=hybrid,
         eos_token_ids=EOS,
     )
 
@@ -91,6 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             spare_rows=st.integers(0, 12),
             method=st.sampled_from(Method),
             max_draft_len=st.integers(0, 2 * MAX_MODEL_LEN),
+            hybrid=st.booleans(),
         ),
         policy=st.sampled_from(POLICIES),
         lag=st.integers(0, 1),
@@ -217,6 +226,7 @@ def run_sequence(rng: random.Random) -> tuple[Harness, int]:
         spare_rows=rng.randint(0, 10),
         method=rng.choice(list(Method)),
         max_draft_len=rng.choice([8, 16, 1000]),
+        hybrid=rng.random() < 0.5,
     )
     right = percent_right(rng.choice([0, 50, 80, 100]), salt=rng.randrange(1 << 16))
     harness = Harness(config, rng.choice(POLICIES)(), rng.randint(0, 1), right, rng.choice([1, 99]))

@@ -8,9 +8,11 @@ import numpy as np
 
 from core.harness import prompt_of
 from paceline.core.config import SchedulerConfig
+from paceline.core.cost_model import CostModel
 from paceline.core.depth import AdaptiveDepth
 from paceline.core.params import Method, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
+from paceline.core.speculation import SpeculationControl
 from paceline.sim import Arrival, SimulatedRunner, Simulation, StepCost, VirtualClock, simulate
 
 EOS = tuple(range(20))
@@ -33,6 +35,16 @@ def arrivals(count: int = 24, method: Method | None = None) -> list[Arrival]:
     ]
 
 
+def costs() -> CostModel:
+    """Of the simulated runner's own steps."""
+    cost = StepCost()
+
+    def target(rows: int) -> float:
+        return cost.overhead + cost.target_pass + max(0, rows - cost.free_rows) * cost.target_row
+
+    return CostModel.from_functions(target, lambda sequences: cost.draft_pass)
+
+
 def run(
     lag: int = 0,
     num_blocks: int = 24,
@@ -52,7 +64,14 @@ def run(
     )
     clock = VirtualClock()
     runner = SimulatedRunner(config.num_blocks, config.block_size, clock, StepCost(), {2: 0.95, 3: 0.1}, seed=seed)
-    return simulate(Scheduler(config, AdaptiveDepth()), runner, arrivals(method=method), clock, lag, check=True)
+    return simulate(
+        Scheduler(config, SpeculationControl(AdaptiveDepth(costs()), costs())),
+        runner,
+        arrivals(method=method),
+        clock,
+        lag,
+        check=True,
+    )
 
 
 def digest(lag: int) -> str:

@@ -109,7 +109,7 @@ def _generate(engine: Engine, requests: list[GenerationRequest]) -> list[list[in
 
 
 def _num_accepted(engine: Engine, method: Method) -> float:
-    return engine.scheduler.drafter_acceptance[method, Verification.GREEDY].accepted
+    return engine.scheduler.speculation.drafters[method, Verification.GREEDY].counts.accepted
 
 
 @pytest.mark.parametrize("method", list(Method))

@@ -220,7 +220,8 @@ def draw(
         for name in names:
             request = FEATURES[name].request(method, 0)
             rule = request.speculation.rule_for(request.sampling)
-            assert engine.scheduler.drafter_acceptance[method, rule].accepted > 0, f"{name}: nothing was ever accepted"
+            accepted = engine.scheduler.speculation.drafters[method, rule].counts.accepted
+            assert accepted > 0, f"{name}: nothing was ever accepted"
     counts: dict[str, Counter[Run]] = {name: Counter() for name in names}
     for request_id, run in runs.items():
         counts[name_of[request_id]][tuple(run[:TOKENS])] += 1

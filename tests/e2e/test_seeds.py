@@ -223,9 +223,10 @@ def test_drafts_are_accepted_by_the_coupled_rule() -> None:
     """Or the variations above would show little."""
     engine = engine_for(TORCH.settings(Variation()))
     for method in (NGRAM, DRAFT_MODEL):
-        before = engine.scheduler.drafter_acceptance[method, Verification.COUPLED].accepted
+        counts = engine.scheduler.speculation.drafters[method, Verification.COUPLED].counts
+        before = counts.accepted
         generate(engine, Variation(method, 4).requests())
-        assert engine.scheduler.drafter_acceptance[method, Verification.COUPLED].accepted > before
+        assert counts.accepted > before
 
 
 @pytest.mark.parametrize("method", list(Method))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.acceptance import Acceptance
+from paceline.core.speculation_counts import SpeculationCounts
 from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 from paceline.llm import LLM
 from paceline.runner import ModelRunner
@@ -83,7 +83,7 @@ def test_the_shortest_models_start(pair: tuple[str, str], length: int) -> None:
 
 def test_warming_up_teaches_nothing(pair: tuple[str, str]) -> None:
     engine = build_engine(EngineSettings(model=pair[0], draft=pair[1]))
-    assert all(estimate == Acceptance() for estimate in engine.scheduler.drafter_acceptance.values())
+    assert engine.scheduler.speculation.totals == SpeculationCounts()
     assert engine.totals.steps == 0
 
 

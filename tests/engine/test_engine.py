@@ -23,6 +23,7 @@ from paceline.core.plan import (
     TokenLogprobs,
 )
 from paceline.core.scheduler import Scheduler
+from paceline.core.speculation import SpeculationControl
 from paceline.engine import ChatMessage, Engine, GenerationRequest, Output
 from paceline.errors import EngineDead, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from paceline.sim import ScriptedRunner, SimulatedRunner, StepCost, VirtualClock
@@ -578,7 +579,7 @@ def test_totals_add_up_on_a_virtual_clock() -> None:
     clock = VirtualClock()
     cost = StepCost(overhead=0.5, target_pass=4.0, free_rows=64, draft_pass=1.0)
     runner = SimulatedRunner(64, 4, clock, cost)
-    scheduler = Scheduler(SchedulerConfig(64, 4, method=Method.DRAFT_MODEL), FixedDepth(2))
+    scheduler = Scheduler(SchedulerConfig(64, 4, method=Method.DRAFT_MODEL), SpeculationControl(FixedDepth(2)))
     engine = Engine(scheduler, runner, ToyTokenizer(), "toy", methods=[Method.DRAFT_MODEL], clock=clock)
     request_id = engine.add(make_request(max_tokens=12))
     outputs = run(engine)[request_id]

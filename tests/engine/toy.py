@@ -11,6 +11,7 @@ from paceline.core.depth import FixedDepth
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import StepPlan, StepResult, StepRunner
 from paceline.core.scheduler import Scheduler
+from paceline.core.speculation import SpeculationControl
 from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest
 from paceline.sim import ScriptedRunner, VirtualClock, reference_output
@@ -89,7 +90,7 @@ def make_engine(
     config = SchedulerConfig(num_blocks, 4, method=method, eos_token_ids=eos_token_ids, **limits)
     runner = ScriptedRunner(num_blocks, 4, draft_is_right)
     methods = [Method.NGRAM, method]
-    scheduler = Scheduler(config, FixedDepth(depth))
+    scheduler = Scheduler(config, SpeculationControl(FixedDepth(depth)))
     return Engine(scheduler, wrap(runner), ToyTokenizer(), "toy", methods=methods, clock=VirtualClock())
 
 

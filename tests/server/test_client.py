@@ -42,7 +42,7 @@ FINISHED = Finished(
     stop_string="END",
     stop_token_id=None,
     usage=Usage(prompt_tokens=5, cached_prompt_tokens=2, completion_tokens=4),
-    speculation=SpeculationStats("ngram", 2, 2, 6, 3, (2, 1, 0), 2.5, 0.5, 0.25),
+    speculation=SpeculationStats("ngram", 2, 2, 6, 3, (2, 1, 0), 2.5, 0.5, 0.25, (0, 0, 0, 2), 1.5),
     timing=Timing(queue=0.25, time_to_first_token=1.0, total=2.5, preemptions=1),
 )
 

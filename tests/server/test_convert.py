@@ -169,6 +169,7 @@ EVERYTHING: GenerateOptions = {
     "prompt_logprobs": 5,
     "logprobs_mode": "processed",
     "request_id": "r",
+    "tenant": "team-a",
     "model": "m",
 }
 
@@ -196,6 +197,7 @@ def test_what_a_client_writes_is_what_the_engine_reads() -> None:
         LogprobsParams(0, 5, LogprobsMode.PROCESSED),
         GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "null"}'),
         n=64,
+        tenant="team-a",
     )
 
 
@@ -316,6 +318,9 @@ STATS = RequestStats(
     drafted_tokens=2,
     accepted_tokens=1,
     accepted_by_position=(1,),
+    depths=(0, 0, 1),
+    saved_seconds=0.125,
+    rejected_seconds=0.0625,
     acceptance_length=2.0,
     preemptions=0,
     queue_seconds=0.25,

@@ -9,6 +9,7 @@ from paceline.core.depth import FixedDepth
 from paceline.core.params import Method, SpeculationParams, StopParams
 from paceline.core.plan import SequenceWork, StepPlan
 from paceline.core.scheduler import Scheduler
+from paceline.core.speculation import SpeculationControl
 from paceline.sim import Arrival, SimulatedRunner, Simulation, StepCost, VirtualClock, reference_output, simulate
 
 COST = StepCost(overhead=0.5, target_pass=10.0, free_rows=4, target_row=2.0, draft_pass=1.0)
@@ -28,7 +29,7 @@ def run(
 ) -> Simulation:
     config = SchedulerConfig(num_blocks=256, max_model_len=2000, max_num_seqs=8)
     runner = SimulatedRunner(config.num_blocks, config.block_size, clock, cost, acceptance)
-    return simulate(Scheduler(config, FixedDepth(depth)), runner, arrivals, clock, lag, check=True)
+    return simulate(Scheduler(config, SpeculationControl(FixedDepth(depth))), runner, arrivals, clock, lag, check=True)
 
 
 @pytest.mark.parametrize("depth", [1, 4])
@@ -113,7 +114,7 @@ def test_outputs_are_the_models(lag: int) -> None:
 
 
 def test_a_run_that_does_not_end_says_so() -> None:
-    scheduler = Scheduler(SchedulerConfig(num_blocks=8), FixedDepth(0))
+    scheduler = Scheduler(SchedulerConfig(num_blocks=8), SpeculationControl(FixedDepth(0)))
     clock = VirtualClock()
     runner = SimulatedRunner(8, 16, clock, COST)
     with pytest.raises(AssertionError, match="not finished after 3 steps"):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import paceline_kernels as ops
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import DepthCandidate
+from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad, within_bounds
 from paceline.core.params import (
     Constraints,
     Method,
@@ -31,6 +31,7 @@ from paceline.core.params import (
 from paceline.core.plan import Admission, SequenceWork
 from paceline.core.scheduler import Scheduler
 from paceline.core.sequence import Sequence
+from paceline.core.speculation import SpeculationControl
 from paceline.models import Model, load_model, load_native
 from paceline.runner import Draft, KVCache, ModelRunner
 from paceline.runner.positions import Positions
@@ -54,8 +55,14 @@ class Cycle:
     def __init__(self, *depths: int) -> None:
         self._depths = itertools.cycle(depths)
 
-    def choose(self, candidates: Seq[DepthCandidate]) -> list[int]:
-        return [min(next(self._depths), candidate.highest) for candidate in candidates]
+    def choose(self, candidates: Seq[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
+        return [within_bounds(candidate, candidate.offers[0], next(self._depths)) for candidate in candidates]
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
+
+    def forget(self, request_id: int) -> None:
+        pass
 
 
 class Checked(DraftModel):
@@ -160,7 +167,8 @@ def test_proposals_are_the_draft_models_own(
         for i in range(14)
     ]
     with torch.inference_mode():
-        trace = simulate(Scheduler(config, Cycle(*depths)), runner, arrivals, VirtualClock(), lag=lag, check=True)
+        scheduler = Scheduler(config, SpeculationControl(Cycle(*depths)))
+        trace = simulate(scheduler, runner, arrivals, VirtualClock(), lag=lag, check=True)
     assert kinds is GREEDY or all(drafter.drafted.values()), drafter.drafted
     assert sum(drafter.drafted.values()) > 40
     assert sum(stats.accepted_tokens for stats in trace.finished.values()) > 5

@@ -17,6 +17,7 @@ from paceline.core.depth import FixedDepth
 from paceline.core.params import Method, SamplingParams
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.scheduler import Scheduler
+from paceline.core.speculation import SpeculationControl
 from paceline.engine import AsyncEngine, ChatMessage, Engine
 from paceline.server import GrpcServer
 from paceline.sim import ScriptedRunner
@@ -115,7 +116,7 @@ class Serving:
             method=Method.NGRAM,
             eos_token_ids=(EOS,),
         )
-        self.scheduler = Scheduler(config, FixedDepth(2))
+        self.scheduler = Scheduler(config, SpeculationControl(FixedDepth(2)))
         self.runner = GatedRunner()
         default = SamplingParams(temperature=0.0)
         engine = Engine(self.scheduler, self.runner, ToyTokenizer(width), MODEL, default_sampling=default)

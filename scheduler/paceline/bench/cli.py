@@ -116,6 +116,48 @@ def grammar(
 
 
 @app.command()
+def depth(
+    model: Model = "demo",
+    draft: Draft = "demo",
+    concurrency: Concurrency = "1,2,4,8,16,32",
+    depths: Annotated[
+        str, typer.Option("--depth", help="off, auto, fixed depths and names of baselines, comma-separated.")
+    ] = "off,1,2,3,4,5,6,7,8,auto",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")] = 96,
+    rounds: Rounds = 6,
+    dtype: Dtype = "auto",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(help="Keep drafts with this probability instead of the models'; several: requests in turn."),
+    ] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+) -> None:
+    """The adaptive depth against every fixed one and against other rules, decode alone."""
+    from paceline.bench.depth import measure, parse_settings, render, to_json
+    from paceline.bench.synthetic import decree, parse_rates
+    from paceline.bench.throughput import parse_sizes
+    from paceline.core.params import Method, SamplingParams
+    from paceline.wiring import EngineSettings, build_engine
+    from paceline_loadtest.prompts import load_prompts
+
+    sizes = parse_sizes(concurrency)
+    settings = parse_settings(depths, Method.NGRAM if draft == "ngram" else Method.DRAFT_MODEL)
+    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes)))
+    sampling = SamplingParams(temperature=temperature)
+    title = f"{model} with draft {draft}, temperature {temperature}: {max_tokens} tokens a stream, {rounds} rounds"
+    if synthetic is not None:
+        decree(engine, parse_rates(synthetic))
+        title = f"SYNTHETIC ACCEPTANCE {synthetic}: {title}"
+    cells = measure(engine, load_prompts(None), sizes, settings, max_tokens, rounds, sampling)
+    render(cells, title=title)
+    if json_out is not None:
+        described = {"model": model, "draft": draft, "temperature": temperature, "max_tokens": max_tokens}
+        described["synthetic_acceptance"] = synthetic
+        json_out.write_text(json.dumps(to_json(cells, described), indent=2) + "\n")
+
+
+@app.command()
 def serving(
     model: Model = "demo",
     draft: Draft = "demo",

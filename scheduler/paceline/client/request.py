@@ -50,7 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     Output: `content` ("text_and_token_ids"), `include_special_tokens` (in the text), `final_only` (one message for each
     choice, when it ends), `logprobs` and `prompt_logprobs` (how many alternatives to each token, 0 for none),
     `logprobs_mode` ("raw", or "processed": of the distribution that was sampled).
-    Naming: `request_id`, `model`.
+    Naming: `request_id`, `model`, `tenant` (whose request it is; its drafts are expected to fare as theirs did).
     """
 
     temperature: float | None
@@ -88,6 +88,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs_mode: LogprobsMode | None
     request_id: str | None
     model: str | None
+    tenant: str | None
 
 
 _MODES: Final[dict[str, pb.SpeculationMode]] = {
@@ -167,6 +168,8 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
         min_draft_tokens=get("min_draft_tokens"),
         verification=_choose("speculation.verification", options.get("verification"), _RULES),
     )
+    if get("tenant") is not None:
+        _fill(request.scheduling, "scheduling", tenant=get("tenant"))
     _fill(
         request.output,
         "output",

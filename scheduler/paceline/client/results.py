@@ -111,6 +111,8 @@ class SpeculationStats:
         acceptance_length: emitted tokens over verify steps.
         engine_seconds: engine time charged for this request.
         rejected_seconds: the part of it spent on rejected drafts.
+        depths: verify steps by the number of drafts verified, from 0.
+        saved_seconds: what the same tokens would have taken without drafts, less what they took.
     """
 
     mode: str
@@ -122,6 +124,8 @@ class SpeculationStats:
     acceptance_length: float
     engine_seconds: float
     rejected_seconds: float
+    depths: tuple[int, ...]
+    saved_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +225,8 @@ def _read_speculation(message: pb.SpeculationStats) -> SpeculationStats:
         acceptance_length=message.acceptance_length,
         engine_seconds=message.engine_seconds,
         rejected_seconds=message.rejected_seconds,
+        depths=tuple(message.depths),
+        saved_seconds=message.saved_seconds,
     )
 
 

@@ -22,6 +22,7 @@ class SchedulerConfig:
         max_depth: highest speculation depth of any request.
         max_draft_len: positions that the draft model can see.
         method: how drafts are made where a request leaves the choice to the server.
+        hybrid: such requests may use n-grams instead, from step to step.
         eos_token_ids: ids that end a completion unless it ignores them.
     """
 
@@ -34,6 +35,7 @@ class SchedulerConfig:
     max_depth: int = 8
     max_draft_len: int = 1 << 30
     method: Method = Method.NONE
+    hybrid: bool = False
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -69,6 +69,7 @@ class SequenceWork:
         method: who drafts.
         draft_catch_up: known tokens that a draft model may ingest in this step, before it drafts.
         new_block_ids: blocks appended to the request's block table; they cover every row of this step.
+        scores_ngram: what an n-gram would have proposed is compared with what is emitted.
     """
 
     request_id: int
@@ -78,6 +79,7 @@ class SequenceWork:
     method: Method = Method.NONE
     draft_catch_up: int = 0
     new_block_ids: tuple[int, ...] = ()
+    scores_ngram: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -134,6 +136,8 @@ class SequenceResult:
             will say so.
         failure: why nothing can follow `token_ids`, in words: no token is allowed there, or the grammar broke down.
         finish: set by the engine where a stop was found.
+        scored: if the work asks for it, how what an n-gram would have proposed compares: 1 for each token that was
+            emitted, and 0 for the first that was not; a single 0 without a proposal.
     """
 
     request_id: int
@@ -148,6 +152,7 @@ class SequenceResult:
     grammar_end: int | None = None
     failure: str | None = None
     finish: Finish | None = None
+    scored: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from paceline.core.acceptance import Acceptance
+from paceline.core.acceptance import Residual
 from paceline.core.params import Method, SequenceParams, SpeculationParams, StopParams
 from paceline.core.plan import Finish, SequenceWork
+from paceline.core.speculation_counts import SpeculationCounts
 
 
 class RequestStatus(enum.Enum):
@@ -18,39 +19,14 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-@dataclass(slots=True)
-class SpeculationCounts:
-    """Totals of one request.
-
-    `verify_steps` are the decodes, `emitted` the tokens they brought, `draft_steps` those of them with a draft to
-    verify; `drafted` counts drafts verified, `accepted` those that were emitted.
-    """
-
-    verify_steps: int = 0
-    emitted: int = 0
-    draft_steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
-
-    def record(self, emitted: int, drafted: int, accepted: int) -> None:
-        self.verify_steps += 1
-        self.emitted += emitted
-        self.draft_steps += drafted > 0
-        self.drafted += drafted
-        self.accepted += accepted
-        missing = accepted - len(self.accepted_by_position)
-        self.accepted_by_position.extend([0] * missing)
-        for position in range(accepted):
-            self.accepted_by_position[position] += 1
-
-
 class Request:
     """Mutated by the scheduler only.
 
     Attributes:
         params: what the runner has to know about it.
-        method: how drafts are made: the request's own choice or the server's.
+        methods: how drafts may be made, by the request's own choice or the server's; none if not at all.
+        tenant: whose request it is.
+        residuals: by method, what is known of the request beside what is known of its tenant and the drafter.
         max_total_tokens: prompt and completion tokens at most: the request's own limit or the model's.
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
@@ -69,7 +45,8 @@ class Request:
         speculation: SpeculationParams,
         arrival: float,
         *,
-        method: Method,
+        methods: tuple[Method, ...],
+        tenant: str = "",
         max_total_tokens: int,
         siblings: dict[int, Request] | None = None,
     ) -> None:
@@ -79,7 +56,8 @@ class Request:
         self.stop = stop
         self.speculation = speculation
         self.arrival = arrival
-        self.method = method
+        self.methods = methods
+        self.tenant = tenant
         self.max_total_tokens = max_total_tokens
 
         self.status = RequestStatus.WAITING
@@ -91,12 +69,17 @@ class Request:
         self.siblings = {} if siblings is None else siblings
         self.siblings[request_id] = self
 
-        self.acceptance = Acceptance()
+        self.residuals = {method: Residual() for method in methods}
         self.counts = SpeculationCounts()
         self.steps_without_drafts = 0
         self.num_preemptions = 0
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
+
+    @property
+    def method(self) -> Method:
+        """The drafter that comes first."""
+        return self.methods[0] if self.methods else Method.NONE
 
     @property
     def num_tokens(self) -> int:
@@ -135,12 +118,12 @@ class Request:
         """Known tokens without draft KV once every pending result is in, at most."""
         gap = self.num_tokens - self.num_draft_computed
         for work in self.pending:
-            if work.num_drafts:
+            if work.num_drafts and work.method is Method.DRAFT_MODEL:
                 # A draft model that drafted is one token behind, or two after a full acceptance. It has seen none of
                 # the drafts that a grammar forced.
                 gap = 2 if self.params.constraints.grammar is None else work.num_drafts + 1
             else:
-                gap = max(0, gap - work.draft_catch_up) + work.samples
+                gap = max(0, gap - work.draft_catch_up) + (1 + work.num_drafts if work.samples else 0)
         return gap
 
     @property
@@ -162,6 +145,9 @@ class RequestStats:
     drafted_tokens: int
     accepted_tokens: int
     accepted_by_position: tuple[int, ...]
+    depths: tuple[int, ...]  # verify steps by the number of drafts verified
+    saved_seconds: float  # against no drafts, by the cost model
+    rejected_seconds: float  # spent on drafts that were rejected
     acceptance_length: float  # emitted tokens per verify step; 0 without one
     preemptions: int
     queue_seconds: float
@@ -183,6 +169,9 @@ class RequestStats:
             drafted_tokens=counts.drafted,
             accepted_tokens=counts.accepted,
             accepted_by_position=tuple(counts.accepted_by_position),
+            depths=tuple(counts.depths),
+            saved_seconds=counts.saved_seconds,
+            rejected_seconds=counts.rejected_seconds,
             acceptance_length=counts.emitted / counts.verify_steps if counts.verify_steps else 0.0,
             preemptions=request.num_preemptions,
             queue_seconds=first_scheduled - request.arrival,

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.core.acceptance import Acceptance
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import DepthCandidate, DepthPolicy
+from paceline.core.depth import StepLoad
 from paceline.core.kv_cache_manager import KVCacheManager
 from paceline.core.params import (
     Constraints,
@@ -25,11 +24,11 @@ from paceline.core.params import (
     SequenceParams,
     SpeculationParams,
     StopParams,
-    Verification,
 )
 from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.core.queue import RequestQueue
 from paceline.core.request import Request, RequestOutput, RequestStats, RequestStatus
+from paceline.core.speculation import SpeculationControl
 from paceline.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 
 MAX_OUTSTANDING = 2  # the plan that runs and the one made meanwhile
@@ -38,15 +37,13 @@ MAX_OUTSTANDING = 2  # the plan that runs and the one made meanwhile
 class Scheduler:
     """Owns every live request and all KV bookkeeping. Not thread-safe: one caller, who also provides the time."""
 
-    def __init__(self, config: SchedulerConfig, depth_policy: DepthPolicy) -> None:
+    def __init__(self, config: SchedulerConfig, speculation: SpeculationControl) -> None:
         self.config = config
-        self.depth_policy = depth_policy
+        self.speculation = speculation
         self.kv = KVCacheManager(config.num_blocks, config.block_size)
         self.waiting = RequestQueue()
         self.running: dict[int, Request] = {}  # in arrival order
         self.requests: dict[int, Request] = {}
-        self.drafter_acceptance: dict[tuple[Method, Verification], Acceptance] = {}
-        self.forget_acceptance()
         self._released: list[int] = []  # the runner still mirrors these
         self._num_steps = 0
         self._num_outstanding = 0
@@ -94,12 +91,14 @@ class Scheduler:
         logprobs: LogprobsParams = LogprobsParams(),
         choice: int = 0,
         sibling_id: int | None = None,
+        tenant: str = "",
     ) -> Request:
         """Queue a request. Ids are never used twice, so that a late result cannot meet a newer request.
 
         Args:
             choice: which completion of its prompt it is.
             sibling_id: another completion of the same prompt, whose KV it shares; it may have ended already.
+            tenant: whose request it is.
 
         Raises:
             AlreadyExists: the id is live.
@@ -114,7 +113,6 @@ class Scheduler:
         max_total = self.check(len(prompt_token_ids), stop)
         if len(self.waiting) >= self.config.max_queued:
             raise Unavailable(f"{len(self.waiting)} requests are waiting, as many as max_queued allows")
-        method = self.config.method if speculation.method is None else speculation.method
         sibling = None if sibling_id is None else self.requests.get(sibling_id)
         assert sibling is None or sibling.prompt_token_ids == prompt_token_ids, "siblings have one prompt"
         request = Request(
@@ -124,7 +122,8 @@ class Scheduler:
             stop,
             speculation,
             now,
-            method=method,
+            methods=self._methods(speculation),
+            tenant=tenant,
             max_total_tokens=max_total,
             siblings=None if sibling is None else sibling.siblings,
         )
@@ -144,9 +143,13 @@ class Scheduler:
         self._end(request)
         return True
 
-    def forget_acceptance(self) -> None:
-        """Start the drafters' estimates anew, as after a warm-up."""
-        self.drafter_acceptance = {(method, rule): Acceptance() for method in Method for rule in Verification}
+    def _methods(self, speculation: SpeculationParams) -> tuple[Method, ...]:
+        method = self.config.method if speculation.method is None else speculation.method
+        if method is Method.NONE:
+            return ()
+        if self.config.hybrid and speculation.method is None and method is not Method.NGRAM:
+            return (method, Method.NGRAM)
+        return (method,)
 
     @property
     def has_requests(self) -> bool:
@@ -180,6 +183,7 @@ class Scheduler:
         """
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         self._num_outstanding -= 1
+        self.speculation.observe(plan, result, self.requests)
         outputs = []
         for work, sequence in zip(plan.work, result.sequences, strict=True):
             assert work.request_id == sequence.request_id, (work, sequence)
@@ -276,36 +280,58 @@ class Scheduler:
         return (len(request.prompt_token_ids) - 1) // self.config.block_size
 
     def _work(self, request: Request, rows: int, blocks: tuple[int, ...]) -> SequenceWork:
-        """Target rows for one request; a request that drafts with a model lets it read along with a prompt."""
+        """Target rows for one request. While draft models draft, the request's reads along with its prompt; else it
+        catches up when it is asked for a draft.
+        """
         samples = rows == request.num_to_compute
-        catch_up = 0
-        if request.method is Method.DRAFT_MODEL and not self._decodes(request) and self._highest_depth(request) > 0:
-            catch_up = rows
+        if (
+            self.speculation.model_drafts
+            and not self._decodes(request)
+            and self._highest_depth(request, Method.DRAFT_MODEL) > 0
+        ):
+            method, catch_up = Method.DRAFT_MODEL, rows
+        else:
+            method, catch_up = request.method, 0
         return SequenceWork(
-            request.request_id, rows, samples, method=request.method, draft_catch_up=catch_up, new_block_ids=blocks
+            request.request_id, rows, samples, method=method, draft_catch_up=catch_up, new_block_ids=blocks
         )
 
     def _add_drafts(self, step: _Step) -> None:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
-        decodes = [w for w in step.work.values() if w.samples and w.num_tokens == 1 and w.method is not Method.NONE]
-        offered = [(w, self._candidate(self.requests[w.request_id])) for w in decodes]
-        offered = [(w, candidate) for w, candidate in offered if candidate.highest > 0]
-        depths = self.depth_policy.choose([candidate for _, candidate in offered])
-        for (work, _), depth in zip(offered, depths, strict=True):
+        offered = []
+        for work in step.work.values():
             request = self.requests[work.request_id]
+            if work.samples and work.num_tokens == 1 and (highest := self._highest_depths(request)):
+                offered.append((request, highest))
+        if not offered:
+            return
+        for (request, _), chosen in zip(offered, self.speculation.choose(offered, self._load(step)), strict=True):
+            work, depth = step.work[request.request_id], chosen.depth
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
-            gap = request.draft_gap if depth and work.method is Method.DRAFT_MODEL else 0
+            gap = request.draft_gap if depth and chosen.method is Method.DRAFT_MODEL else 0
             behind = max(0, gap - work.num_tokens)
             if behind > step.budget:
                 depth, behind = 0, step.budget
                 gap = behind + work.num_tokens
             depth, blocks = self._grow_for_drafts(request, min(depth, step.budget - behind))
-            if not depth and not gap:
-                continue
             step.budget -= depth + behind
-            step.work[work.request_id] = replace(
-                work, num_drafts=depth, draft_catch_up=gap, new_block_ids=work.new_block_ids + blocks
+            step.work[request.request_id] = replace(
+                work,
+                num_drafts=depth,
+                method=chosen.method if depth or gap else request.method,
+                draft_catch_up=gap,
+                scores_ngram=Method.NGRAM in request.methods and not (depth and chosen.method is Method.NGRAM),
+                new_block_ids=work.new_block_ids + blocks,
             )
+
+    def _load(self, step: _Step) -> StepLoad:
+        works = step.work.values()
+        return StepLoad(
+            rows=sum(work.num_rows for work in works),
+            context=sum(self._end_position(self.requests[work.request_id], work.num_tokens) for work in works),
+            sampling=sum(work.samples for work in works),
+            budget=step.budget,
+        )
 
     def _grow_for_drafts(self, request: Request, depth: int) -> tuple[int, tuple[int, ...]]:
         """Slots for drafts, allocated before drafting: the depth there is room for, and the new blocks."""
@@ -323,25 +349,19 @@ class Scheduler:
         """
         return max(0, self.kv.num_free_blocks - len(self.running))
 
-    def _candidate(self, request: Request) -> DepthCandidate:
-        highest = self._highest_depth(request)
-        prior = self.drafter_acceptance[request.method, request.params.verification].rate()
-        return DepthCandidate(
-            method=request.method,
-            acceptance=request.acceptance.rate(prior),
-            lowest=min(request.speculation.min_depth, highest),
-            highest=highest,
-            steps_without_drafts=request.steps_without_drafts,
-        )
+    def _highest_depths(self, request: Request) -> dict[Method, int]:
+        """By each method that the request may use, if any depth is left for it."""
+        depths = {method: self._highest_depth(request, method) for method in request.methods}
+        return {method: depth for method, depth in depths.items() if depth}
 
-    def _highest_depth(self, request: Request) -> int:
+    def _highest_depth(self, request: Request, method: Method) -> int:
         """No draft may be of use behind the request's last token, nor lie behind the draft model's length."""
-        if request.method is Method.NONE:
+        if method not in request.methods:
             return 0
         highest = min(self.config.max_depth, request.max_total_tokens - request.most_tokens - 1)
         if request.speculation.max_depth is not None:
             highest = min(highest, request.speculation.max_depth)
-        if request.method is Method.DRAFT_MODEL:
+        if method is Method.DRAFT_MODEL:
             highest = min(highest, self.config.max_draft_len - request.most_tokens)
         return max(0, highest)
 
@@ -374,12 +394,6 @@ class Scheduler:
         assert request.num_tokens <= request.max_total_tokens, (request.num_tokens, request.max_total_tokens)
         if token_ids and request.first_token is None:
             request.first_token = now
-        if work.num_tokens == 1:
-            # A run that computes a whole prompt besides is no verify step: it could not have drafted.
-            request.counts.record(len(token_ids), sequence.num_drafted, min(sequence.num_accepted, len(token_ids)))
-        request.acceptance.observe(sequence.acceptance)
-        self.drafter_acceptance[work.method, request.params.verification].observe(sequence.acceptance)
-        request.steps_without_drafts = 0 if work.num_drafts else request.steps_without_drafts + 1
         if sequence.finish is None:
             return RequestOutput(request.request_id, offset, token_ids)
         stats = RequestStats.of(request, now)
@@ -404,6 +418,7 @@ class Scheduler:
             self._released.append(request.request_id)
         self.waiting.remove(request)
         self.kv.free(request.request_id)
+        self.speculation.end(request.request_id)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         del request.siblings[request.request_id]

@@ -183,6 +183,7 @@ class Engine:
             logprobs=logprobs,
             choice=choice,
             sibling_id=first_id if choice else None,
+            tenant=request.tenant,
         )
         checker = StopChecker(request.stop, self.tokenizer, prompt, self.scheduler.config.eos_token_ids, matcher)
         known: list[TokenLogprobs | None] | None = None if logprobs.prompt is None else [None] * len(prompt)

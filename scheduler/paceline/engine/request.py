@@ -31,6 +31,7 @@ class GenerationRequest:
     Attributes:
         grammar: what every completion must match.
         n: independent completions; they share the prompt's KV.
+        tenant: whose request it is, by any name.
     """
 
     prompt: Prompt
@@ -40,6 +41,7 @@ class GenerationRequest:
     logprobs: LogprobsParams = field(default_factory=LogprobsParams)
     grammar: GrammarSpec | None = None
     n: int = 1
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_COMPLETIONS:

@@ -42,3 +42,13 @@ class Drafter(Protocol):
     def release(self, request_id: int) -> None:
         """Forget a sequence. Unknown ids have no effect."""
         ...
+
+
+class Scorer(Protocol):
+    """A drafter that costs so little that it is asked even when nobody wants its drafts."""
+
+    def score(self, sequence: Sequence, emitted: Seq[int]) -> tuple[float, ...]:
+        """How what it would have proposed compares with what was emitted, which the sequence does not hold yet: a 1 for
+        each token that is equal, and a 0 for the first that is not; a single 0 without a proposal.
+        """
+        ...

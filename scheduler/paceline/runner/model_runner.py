@@ -17,7 +17,7 @@ from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResul
 from paceline.core.sequence import Sequence
 from paceline.models import Model
 from paceline.runner import input_batch
-from paceline.runner.drafter import Draft, Drafter
+from paceline.runner.drafter import Draft, Drafter, Scorer
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.logprobs import completion_logprobs, token_logprobs
 from paceline.runner.positions import Positions
@@ -32,13 +32,25 @@ Batch = list[tuple[Sequence, SequenceWork, Draft]]
 
 
 class ModelRunner:
-    """Implements `StepRunner`. Owns the mirror of admitted sequences, the target's KV and the drafters."""
+    """Implements `StepRunner`. Owns the mirror of admitted sequences, the target's KV and the drafters.
 
-    def __init__(self, model: Model, kv_cache: KVCache, drafters: Mapping[Method, Drafter], seed: int) -> None:
+    Args:
+        scorer: the n-gram drafter, for work that wants it scored.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        drafters: Mapping[Method, Drafter],
+        seed: int,
+        scorer: Scorer | None = None,
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.drafters = drafters
-        self._verifier = Verifier(seed, model.device)
+        self._scorer = scorer
+        self.verifier = Verifier(seed, model.device)
         self._sequences: dict[int, Sequence] = {}
         # Grammars are asked while the forward runs, by a thread that never computes tensors.
         self._mask_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-masks")
@@ -47,6 +59,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
         self._apply_membership(plan)
+        if not plan.work:
+            return StepResult(plan.step_id, ())
         planned = [(self._sequences[work.request_id], work) for work in plan.work]
         for sequence, work in planned:
             sequence.extend(work)
@@ -165,7 +179,7 @@ class ModelRunner:
             for run, own in zip(runs, rows, strict=True)
         ]
         dead_ends = _dead_ends(edit_(logits, [run.positions for run in runs]), runs)
-        verdicts = self._verifier.verify(logits, runs)
+        verdicts = self.verifier.verify(logits, runs)
         judged = iter(zip(runs, verdicts, dead_ends, raw, strict=True))
         results = []
         for sequence, work, _ in batch:
@@ -174,7 +188,7 @@ class ModelRunner:
                 sequence.commit(work, [], 0)
                 result = SequenceResult(work.request_id, num_draft_computed=sequence.num_draft_computed)
             else:
-                result = _emit(work, *next(judged))
+                result = _emit(work, *next(judged), self._scorer if work.scores_ngram else None)
             if work.request_id in prompt_logprobs:
                 result = replace(result, prompt_start=start, prompt_logprobs=prompt_logprobs[work.request_id])
             results.append(result)
@@ -199,7 +213,9 @@ def _masks(jobs: list[tuple[int, Matcher, list[int]]]) -> dict[int, Mask]:
     return {request_id: matcher.masks(drafts) for request_id, matcher, drafts in jobs}
 
 
-def _emit(work: SequenceWork, run: Run, verdict: Verdict, dead_end: int | None, raw: Tensor | None) -> SequenceResult:
+def _emit(
+    work: SequenceWork, run: Run, verdict: Verdict, dead_end: int | None, raw: Tensor | None, scorer: Scorer | None
+) -> SequenceResult:
     """Book a verdict in the sequence. What stands behind a dead end is void."""
     sequence, matcher = run.positions.sequence, run.positions.sequence.matcher
     token_ids, accepted, failure = verdict.token_ids, verdict.num_accepted, None
@@ -209,6 +225,7 @@ def _emit(work: SequenceWork, run: Run, verdict: Verdict, dead_end: int | None, 
         # Behind drafts it is for the next step to say so, which stands right there.
         token_ids, accepted, failure = token_ids[:dead_end], dead_end, None if dead_end else DEAD_END
     logprobs = () if raw is None else completion_logprobs(raw, run.positions, token_ids)
+    scored = scorer.score(sequence, token_ids) if scorer is not None and token_ids else ()
     sequence.commit(work, token_ids, accepted)
     grammar_end = None
     if matcher is not None and failure is None:
@@ -219,6 +236,7 @@ def _emit(work: SequenceWork, run: Run, verdict: Verdict, dead_end: int | None, 
         num_drafted=run.depth,
         num_accepted=accepted,
         acceptance=tuple(verdict.acceptance),
+        scored=scored,
         num_draft_computed=sequence.num_draft_computed,
         logprobs=logprobs,
         grammar_end=grammar_end,

@@ -37,7 +37,6 @@ from paceline.v1 import generation_pb2 as pb
 UNSUPPORTED: Final = frozenset(
     {
         "output.max_chunk_delay",
-        "scheduling.tenant",
         "scheduling.priority",
         "scheduling.queue_timeout",
         "scheduling.time_to_first_token",
@@ -48,8 +47,8 @@ UNSUPPORTED: Final = frozenset(
 # Each message is looked at by itself, on the event loop.
 MAX_CHAT_MESSAGES: Final = 1 << 14
 
-# No blanks: they would not survive the trip through HTTP headers at either end of an id.
-REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
+# Of requests and tenants. No blanks: they would not survive the trip through HTTP headers at either end of an id.
+NAME: Final = re.compile(r"[!-~]{1,128}")
 
 METHODS: Final[dict[int, Method | None]] = {
     pb.SPECULATION_MODE_UNSPECIFIED: None,
@@ -117,9 +116,13 @@ def is_map(field: FieldDescriptor) -> bool:
 
 def read_request_id(message: pb.GenerateRequest) -> str:
     """The client's name for the request, or "". Raises InvalidArgument."""
-    if message.request_id and not REQUEST_ID.fullmatch(message.request_id):
-        raise InvalidArgument("request_id", message.request_id, "1 to 128 printable ASCII characters without blanks")
-    return message.request_id
+    return _read_name("request_id", message.request_id)
+
+
+def _read_name(field: str, name: str) -> str:
+    if name and not NAME.fullmatch(name):
+        raise InvalidArgument(field, name, "1 to 128 printable ASCII characters without blanks")
+    return name
 
 
 def read_request(message: pb.GenerateRequest, default_sampling: SamplingParams) -> GenerationRequest:
@@ -138,6 +141,7 @@ def read_request(message: pb.GenerateRequest, default_sampling: SamplingParams) 
         logprobs=_read_logprobs(message.output),
         grammar=_read_grammar(message.structured),
         n=message.n or 1,
+        tenant=_read_name("scheduling.tenant", message.scheduling.tenant),
     )
 
 
@@ -278,6 +282,9 @@ def _write_finished(finish: Finish, stats: RequestStats | None) -> pb.Finished:
             accepted_tokens=stats.accepted_tokens,
             accepted_by_position=stats.accepted_by_position,
             acceptance_length=stats.acceptance_length,
+            rejected_seconds=stats.rejected_seconds,
+            depths=stats.depths,
+            saved_seconds=stats.saved_seconds,
         ),
         timing=pb.Timing(
             queue=_duration(stats.queue_seconds),

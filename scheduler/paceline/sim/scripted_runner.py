@@ -111,9 +111,16 @@ class ScriptedRunner:
                 emitted.append(next_token(sequence.token_ids + emitted))
         accepted = max(0, len(emitted) - 1)
         reached = (1.0,) * accepted + ((0.0,) if accepted < len(drafts) else ())
+        scored = (float(self.draft_is_right(sequence.request_id, len(sequence))),) if work.scores_ngram else ()
         sequence.commit(work, emitted, accepted)
         return SequenceResult(
-            work.request_id, tuple(emitted), len(drafts), accepted, reached, sequence.num_draft_computed
+            work.request_id,
+            tuple(emitted),
+            len(drafts),
+            accepted,
+            reached,
+            sequence.num_draft_computed,
+            scored=scored,
         )
 
     def _slot(self, sequence: Sequence, position: int) -> int:

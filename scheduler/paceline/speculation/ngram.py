@@ -12,18 +12,27 @@ LONGEST, SHORTEST = 4, 2
 
 
 class Ngram:
-    """Implements `Drafter`: one-hot drafts, no model, no KV."""
+    """Implements `Drafter` and `Scorer`: one-hot drafts, no model, no KV."""
 
     def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}
 
     def propose(self, batch: Seq[tuple[Sequence, SequenceWork]]) -> list[Draft]:
-        drafts = []
-        for sequence, work in batch:
-            index = self._indexes.setdefault(sequence.request_id, _Index())
-            index.read(sequence.token_ids)
-            drafts.append(Draft(index.continuation(sequence.token_ids, work.num_drafts)))
-        return drafts
+        return [Draft(self._continuation(sequence, work.num_drafts)) for sequence, work in batch]
+
+    def score(self, sequence: Sequence, emitted: Seq[int]) -> tuple[float, ...]:
+        proposed = self._continuation(sequence, len(emitted))
+        labels = []
+        for mine, token in zip(proposed, emitted, strict=False):
+            labels.append(float(mine == token))
+            if mine != token:
+                break
+        return tuple(labels) or (0.0,)
+
+    def _continuation(self, sequence: Sequence, count: int) -> list[int]:
+        index = self._indexes.setdefault(sequence.request_id, _Index())
+        index.read(sequence.token_ids)
+        return index.continuation(sequence.token_ids, count)
 
     def release(self, request_id: int) -> None:
         self._indexes.pop(request_id, None)

@@ -305,7 +305,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("mode", "verify_steps", "drafted_tokens", "accepted_tokens", "accepted_by_position", "acceptance_length", "engine_seconds", "rejected_seconds", "draft_steps")
+    __slots__ = ("mode", "verify_steps", "drafted_tokens", "accepted_tokens", "accepted_by_position", "acceptance_length", "engine_seconds", "rejected_seconds", "draft_steps", "depths", "saved_seconds")
     MODE_FIELD_NUMBER: _ClassVar[int]
     VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -315,6 +315,8 @@ class SpeculationStats(_message.Message):
     ENGINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REJECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     mode: SpeculationMode
     verify_steps: int
     drafted_tokens: int
@@ -324,7 +326,9 @@ class SpeculationStats(_message.Message):
     engine_seconds: float
     rejected_seconds: float
     draft_steps: int
-    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., verify_steps: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., acceptance_length: _Optional[float] = ..., engine_seconds: _Optional[float] = ..., rejected_seconds: _Optional[float] = ..., draft_steps: _Optional[int] = ...) -> None: ...
+    depths: _containers.RepeatedScalarFieldContainer[int]
+    saved_seconds: float
+    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., verify_steps: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., acceptance_length: _Optional[float] = ..., engine_seconds: _Optional[float] = ..., rejected_seconds: _Optional[float] = ..., draft_steps: _Optional[int] = ..., depths: _Optional[_Iterable[int]] = ..., saved_seconds: _Optional[float] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("queue", "time_to_first_token", "total", "preemptions")

@@ -1,0 +1,371 @@
+"""What a step costs on this machine: tables measured at start-up, corrected by every step that is served.
+
+    step = target(rows, context, sequences) + a draft pass per level of depth + rows that the draft model reads besides
+
+The target's table has buckets of rows, the draft model's have buckets of sequences in a pass; between buckets a table
+is linear, beyond the last it goes on as between the last two. A sequence's KV is read once and its result is booked
+once however many rows it has, so context and sequences are terms of their own: a draft slot costs less than a request.
+The first pass is dearer than those that follow, since whatever drafting needs is prepared there.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+LARGEST_BUCKET = 1 << 20  # every count up to the last bucket has a place in memory
+LONGEST = 1e6  # seconds; nothing that is longer was measured
+
+GAIN = 0.05  # of a correction, per observed step
+RELATED = 0.88  # of a row bucket's correction, what a bucket of twice or half the rows takes over
+LARGEST_RATIO = 2.0  # of observed to predicted seconds, up and down, that one step may teach
+OUTLIER_RATIO = 3.0  # a step that took so much longer was disturbed: compilation, garbage collection
+MOST_OUTLIERS = 8  # in a row; from then on it is the machine that has changed
+REBUILD_INTERVAL = 16  # observed steps between two renewals of the curves that are asked
+WINDOW = 256  # steps of each kind whose errors are remembered
+MOST_SHAPES = 256  # of each kind whose last duration is remembered
+
+
+class StepKind(enum.StrEnum):
+    """What a step does, as far as errors of prediction are told apart."""
+
+    DECODE = "decode"  # one row per sequence
+    VERIFY = "verify"  # with drafts
+    MIXED = "mixed"  # with prompt chunks
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step's cost depends on.
+
+    Attributes:
+        rows: of the target's forward: prompt chunks, decodes and draft slots.
+        context: tokens whose KV is read, summed over sequences, once per sequence whatever its rows.
+        draft_passes: sequences in each pass of the draft model, in order.
+        draft_rows: rows that the draft model reads besides one per sequence of pass 0: prompts, catching up.
+        sequences: that have rows in the step; 0 leaves out what they cost besides their rows.
+    """
+
+    rows: int
+    context: int
+    draft_passes: tuple[int, ...] = ()
+    draft_rows: int = 0
+    kind: StepKind = StepKind.DECODE
+    sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """How well steps of one kind are predicted, over the last `count` of them.
+
+    Attributes:
+        median: of |predicted / observed - 1|.
+        repeatability: median relative difference between steps of about equal shape that follow each other: no
+            prediction can be much better. 0 if none did.
+    """
+
+    median: float
+    repeatability: float
+    count: int
+
+
+class CostModel:
+    """Predicts seconds. Mutated by `observe` alone; arrays that it has handed out do not change.
+
+    Args:
+        rows: ascending buckets of target rows.
+        seconds: of a step without drafts at each of them, context and sequences taken off.
+        per_context: seconds per token of context.
+        sequences: ascending buckets of sequences in a draft pass; empty without a draft model.
+        pass_seconds: of one draft pass at each of them.
+        per_draft_row: seconds per row that the draft model reads besides.
+        per_sequence: seconds per sequence in the step.
+        first_seconds: of pass 0, at the buckets of `pass_seconds`; None if it costs no more than others.
+
+    Raises:
+        ValueError: buckets that are not positive and ascending, or seconds that are negative or not finite.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        seconds: Sequence[float],
+        per_context: float = 0.0,
+        sequences: Sequence[int] = (),
+        pass_seconds: Sequence[float] = (),
+        per_draft_row: float = 0.0,
+        per_sequence: float = 0.0,
+        first_seconds: Sequence[float] | None = None,
+    ) -> None:
+        if not rows:
+            raise ValueError("a cost model needs at least one bucket of rows")
+        _check_table("rows", rows, seconds)
+        first_seconds = pass_seconds if first_seconds is None else first_seconds
+        for values in (pass_seconds, first_seconds):
+            _check_table("sequences", sequences, values)
+        for name, value in (("context", per_context), ("draft row", per_draft_row), ("sequence", per_sequence)):
+            _check_seconds(name, value)
+        self._rows = np.array(rows, dtype=np.int64)
+        self._octaves = np.log2(self._rows)
+        self._seconds = np.array(seconds, dtype=np.float64)
+        self._per_context = float(per_context)
+        self._per_sequence = float(per_sequence)
+        self._sequences = np.array(sequences, dtype=np.int64)
+        self._pass_seconds = np.array(pass_seconds, dtype=np.float64)
+        self._first_seconds = np.array(first_seconds, dtype=np.float64)
+        self._per_draft_row = float(per_draft_row)
+        self._errors = {kind: _Errors() for kind in StepKind}
+        self._target_outliers = _Outliers()
+        self._draft_outliers = _Outliers()
+        self._num_observed = 0
+        self._build()
+
+    @classmethod
+    def from_functions(
+        cls,
+        target: Callable[[int], float],
+        draft_pass: Callable[[int], float] | None = None,
+        *,
+        per_context: float = 0.0,
+        per_draft_row: float = 0.0,
+        max_rows: int = ROW_BUCKETS[-1],
+        max_sequences: int = SEQUENCE_BUCKETS[-1],
+    ) -> CostModel:
+        """A model of known costs, for a simulator.
+
+        Args:
+            target: seconds by rows, sampled at the buckets up to `max_rows` and there.
+            draft_pass: seconds by sequences, likewise up to `max_sequences`; None without a draft model.
+        """
+        rows = buckets_up_to(max_rows, ROW_BUCKETS)
+        sequences = [] if draft_pass is None else buckets_up_to(max_sequences, SEQUENCE_BUCKETS)
+        passes = [] if draft_pass is None else [draft_pass(count) for count in sequences]
+        return cls(rows, [target(count) for count in rows], per_context, sequences, passes, per_draft_row)
+
+    # -- predictions --------------------------------------------------------------------------------------------------
+
+    def target(self, rows: int, context: int, sequences: int = 0) -> float:
+        """Seconds of a step without drafts."""
+        return self._target.at(rows) + self._per_context * context + self._per_sequence * sequences
+
+    def targets(self, rows: int, count: int, context: int, sequences: int = 0) -> Array:
+        """Seconds of a step with `rows`, `rows + 1`, ... `rows + count` rows, [count + 1] float64."""
+        return self._target.span(rows, count) + (self._per_context * context + self._per_sequence * sequences)
+
+    def draft_passes(self, count: int) -> Array:
+        """Seconds of one draft pass over 0, 1, ... `count` sequences, [count + 1] float64; none cost nothing."""
+        return self._pass.span(0, count)
+
+    def first_passes(self, count: int) -> Array:
+        """The same for pass 0, with all that drafting takes once per step."""
+        return self._first_pass.span(0, count)
+
+    def draft_rows(self, rows: int) -> float:
+        """Seconds for rows that the draft model reads besides one per sequence of pass 0."""
+        return self._per_draft_row * rows
+
+    def step(self, shape: StepShape) -> float:
+        """Seconds of a whole step."""
+        return self.target(shape.rows, shape.context, shape.sequences) + self._drafting(shape)
+
+    def _drafting(self, shape: StepShape) -> float:
+        if not (shape.draft_passes or shape.draft_rows):
+            return 0.0
+        # Reading alone, for drafts to come, is a pass too.
+        first, *later = shape.draft_passes or (1,)
+        passes = self._first_pass.at(first) + sum(self._pass.at(count) for count in later)
+        return passes + self._per_draft_row * shape.draft_rows
+
+    # -- observations -------------------------------------------------------------------------------------------------
+
+    def observe(self, shape: StepShape, draft_seconds: float, total_seconds: float) -> None:
+        """Learn from one finished step: its whole duration, and how much of that was drafting."""
+        self._errors[shape.kind].record(shape, self.step(shape), total_seconds)
+        if shape.draft_passes or shape.draft_rows:
+            self._correct_target(shape, total_seconds - draft_seconds)
+            self._correct_draft(shape, draft_seconds)
+        else:
+            self._correct_target(shape, total_seconds)
+        self._num_observed += 1
+        if self._num_observed % REBUILD_INTERVAL == 0:
+            self._build()
+
+    def errors(self) -> dict[str, Error]:
+        """Errors of prediction by kind of step, of those that occurred."""
+        return {str(kind): errors.summary() for kind, errors in self._errors.items() if errors.relative}
+
+    def _correct_target(self, shape: StepShape, observed: float) -> None:
+        """Each term answers for its share of the step; buckets near its rows move along, so that a machine that has
+        become slower or faster does not look so at one bucket alone.
+        """
+        predicted = self.target(shape.rows, shape.context, shape.sequences)
+        error = self._target_outliers.error(observed, predicted)
+        if error is None:
+            return
+        of_context = self._per_context * shape.context / predicted
+        of_sequences = self._per_sequence * shape.sequences / predicted
+        near = RELATED ** np.abs(self._octaves - math.log2(max(1, shape.rows)))
+        self._seconds *= 1.0 + GAIN * (1.0 - of_context - of_sequences) * error * near
+        self._per_context *= 1.0 + GAIN * of_context * error
+        self._per_sequence *= 1.0 + GAIN * of_sequences * error
+
+    def _correct_draft(self, shape: StepShape, observed: float) -> None:
+        error = self._draft_outliers.error(observed, self._drafting(shape))
+        if error is None:
+            return
+        factor = 1.0 + GAIN * error
+        self._pass_seconds *= factor
+        self._first_seconds *= factor
+        self._per_draft_row *= factor
+
+    def _build(self) -> None:
+        """Renew the curves. Measured or corrected, more rows never cost less."""
+        self._target = _Curve(self._rows, self._seconds)
+        # No sequences cost nothing, which is no bucket to interpolate from: one sequence costs a whole pass.
+        self._pass = _Curve(self._sequences, self._pass_seconds, at_zero=0.0)
+        self._first_pass = _Curve(self._sequences, self._first_seconds, at_zero=0.0)
+
+    # -- storage ------------------------------------------------------------------------------------------------------
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types; corrections are in the tables, errors are left out."""
+        return {
+            "rows": self._rows.tolist(),
+            "seconds": np.maximum.accumulate(self._seconds).tolist(),
+            "per_context": self._per_context,
+            "sequences": self._sequences.tolist(),
+            "pass_seconds": np.maximum.accumulate(self._pass_seconds).tolist(),
+            "per_draft_row": self._per_draft_row,
+            "per_sequence": self._per_sequence,
+            "first_seconds": np.maximum.accumulate(self._first_seconds).tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> CostModel:
+        """The model that `as_dict` described. Raises ValueError if anything in `data` is not as it wrote it."""
+        tables = {"rows", "seconds", "sequences", "pass_seconds", "first_seconds"}
+        names = tables | {"per_context", "per_draft_row", "per_sequence"}
+        if not isinstance(data, dict) or data.keys() != names:
+            raise ValueError(f"a cost model has the keys {', '.join(sorted(names))}")
+        for name in tables:
+            if not isinstance(data[name], list):
+                raise ValueError(f"{name}: a list is needed, not {data[name]!r}")
+        return cls(**data)
+
+
+class _Curve:
+    """A non-decreasing function of a count, known at every integer up to its last bucket."""
+
+    __slots__ = ("_slope", "_values")
+
+    def __init__(self, buckets: npt.NDArray[np.int64], seconds: Array, at_zero: float | None = None) -> None:
+        if not len(buckets):
+            self._values, self._slope = np.zeros(1), 0.0
+        else:
+            heights = np.maximum.accumulate(seconds)
+            self._values = np.interp(np.arange(buckets[-1] + 1), buckets, heights)
+            rise, run = np.diff(heights[-2:]), np.diff(buckets[-2:])
+            self._slope = float(rise[0] / run[0]) if len(run) else 0.0
+        if at_zero is not None:
+            self._values[0] = at_zero
+        self._values.flags.writeable = False
+
+    def at(self, count: int) -> float:
+        values = self._values
+        if count < len(values):
+            return values.item(count)
+        return values.item(-1) + self._slope * (count - len(values) + 1)
+
+    def span(self, first: int, count: int) -> Array:
+        """At `first`, ... `first + count`, [count + 1]."""
+        end = first + count + 1
+        values = self._values
+        if end <= len(values):
+            return values[first:end]
+        beyond = np.arange(max(first, len(values)), end)
+        result = np.concatenate([values[first:], values[-1] + self._slope * (beyond - len(values) + 1)])
+        result.flags.writeable = False
+        return result
+
+
+@dataclass(slots=True)
+class _Outliers:
+    """Tells steps that were disturbed from those to learn from."""
+
+    in_a_row: int = 0
+
+    def error(self, observed: float, predicted: float) -> float | None:
+        """Bounded observed / predicted - 1; None if there is nothing to learn."""
+        if predicted <= 0.0 or observed <= 0.0:
+            return None
+        ratio = observed / predicted
+        self.in_a_row = self.in_a_row + 1 if ratio > OUTLIER_RATIO else 0
+        if 0 < self.in_a_row <= MOST_OUTLIERS:
+            return None
+        return min(max(ratio, 1.0 / LARGEST_RATIO), LARGEST_RATIO) - 1.0
+
+
+@dataclass(slots=True)
+class _Errors:
+    """The last steps of one kind."""
+
+    relative: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    differences: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    last: dict[tuple[object, ...], float] = field(default_factory=dict)  # seconds by rounded shape
+
+    def record(self, shape: StepShape, predicted: float, observed: float) -> None:
+        if observed <= 0.0:
+            return
+        self.relative.append(abs(predicted / observed - 1.0))
+        key = (shape.rows, shape.draft_passes, shape.draft_rows, _rounded(shape.context))
+        before = self.last.pop(key, None)
+        if before is not None:
+            self.differences.append(abs(before / observed - 1.0))
+        elif len(self.last) >= MOST_SHAPES:
+            self.last.pop(next(iter(self.last)))
+        self.last[key] = observed
+
+    def summary(self) -> Error:
+        return Error(median(self.relative), median(self.differences) if self.differences else 0.0, len(self.relative))
+
+
+def buckets_up_to(largest: int, buckets: Sequence[int]) -> list[int]:
+    """Those below `largest`, and `largest` itself."""
+    return [bucket for bucket in buckets if bucket < largest] + [largest]
+
+
+def _rounded(count: int) -> int:
+    """To three binary digits: shapes whose context differs by less than an eighth are about equal."""
+    drop = max(0, count.bit_length() - 3)
+    return count >> drop << drop
+
+
+def _check_table(name: str, buckets: Sequence[int], seconds: Sequence[float]) -> None:
+    if len(buckets) != len(seconds):
+        raise ValueError(f"{name}: {len(buckets)} buckets, {len(seconds)} values")
+    if any(type(bucket) is not int or not 1 <= bucket <= LARGEST_BUCKET for bucket in buckets):
+        raise ValueError(f"{name}: buckets are integers in 1..{LARGEST_BUCKET}, not {list(buckets)}")
+    if any(after <= before for before, after in itertools.pairwise(buckets)):
+        raise ValueError(f"{name}: buckets are ascending, not {list(buckets)}")
+    for value in seconds:
+        _check_seconds(name, value)
+
+
+def _check_seconds(name: str, value: float) -> None:
+    # So written, the comparison refuses what is not a number, too.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST:
+        raise ValueError(f"{name}: seconds are finite and >= 0, not {value!r}")

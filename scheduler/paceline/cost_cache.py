@@ -1,0 +1,139 @@
+"""Keeps measured cost models from one start to the next, beside the compiled libraries.
+
+One JSON file for each key. What cannot be read or kept is said once, as a warning, and does no harm: the costs are
+measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from paceline import __version__
+from paceline.core.config import SchedulerConfig
+from paceline.core.cost_model import CostModel
+from paceline_kernels.cpu.build import cache_folder
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1  # of the file and of what is measured
+
+
+def key_of(
+    config: SchedulerConfig,
+    model: Path,
+    draft: Path | None,
+    *,
+    dtype: str,
+    quantization: str,
+    draft_quantization: str,
+    backend: str,
+    threads: int,
+    device: str,
+) -> str:
+    """All that measured costs depend on, as a hexadecimal digest.
+
+    Args:
+        model, draft: directories of the checkpoints.
+        threads: that compute.
+        device: its name, as exact as can be had.
+
+    Raises:
+        OSError: a checkpoint cannot be read.
+    """
+    facts = {
+        "format": FORMAT,
+        "version": __version__,
+        "model": _checkpoint(model),
+        "draft": None if draft is None else _checkpoint(draft),
+        "dtype": dtype,
+        "quantization": quantization,
+        "draft_quantization": draft_quantization,
+        "backend": backend,
+        "threads": threads,
+        "device": device,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        # Not the number of blocks, which follows what memory is free.
+        "limits": [
+            config.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.max_model_len,
+            config.max_depth,
+        ],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def load(key: str) -> CostModel | None:
+    """The model that was saved under a key; None if there is none that can be used."""
+    folder = cache_folder()
+    if folder is None:
+        return None
+    path = folder / _file(key)
+    try:
+        return _read(json.loads(path.read_bytes()), key)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("costs are measured again, %s is of no use: %s", path, error)
+        return None
+
+
+def save(key: str, model: CostModel) -> None:
+    """Keep a model under a key, in place of another. Where that is impossible there is a warning."""
+    folder = cache_folder()
+    try:
+        if folder is None:
+            raise FileNotFoundError("this user has no home directory")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / _file(key), json.dumps({"key": key, "costs": model.as_dict()}))
+    except OSError as error:
+        logger.warning("measured costs cannot be kept, every start measures anew: %s", error)
+
+
+def _file(key: str) -> str:
+    return f"costs-{key[:16]}.json"
+
+
+def _read(data: Any, key: str) -> CostModel:
+    if not isinstance(data, dict) or data.keys() != {"key", "costs"}:
+        raise ValueError("it holds something else")
+    if data["key"] != key:
+        raise ValueError("it was measured for something else")
+    return CostModel.from_dict(data["costs"])
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, whoever else writes or reads it."""
+    handle, name = tempfile.mkstemp(suffix=".json", dir=path.parent)
+    partial = Path(name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        partial.chmod(0o644)  # a cache may be shared with other users
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _checkpoint(folder: Path) -> list[Any]:
+    """What tells a checkpoint from another, without reading its weights."""
+    config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    files = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
+    return [config, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files]]
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line for line in lines if line.startswith("model name")), platform.processor())

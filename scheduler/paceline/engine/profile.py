@@ -1,0 +1,394 @@
+"""Measures what steps cost on this machine, by taking some of every kind.
+
+Sequences are made up and nothing is computed before them: where their context should lie is whatever the KV memory
+holds, which costs as much to read as anything else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from paceline.core.config import SchedulerConfig
+from paceline.core.cost_model import ROW_BUCKETS, SEQUENCE_BUCKETS, CostModel, buckets_up_to
+from paceline.core.params import Method, SamplingParams, SequenceParams, Verification
+from paceline.core.plan import Admission, SequenceWork, StepPlan, StepResult, StepRunner
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 15  # in which each shape is measured once
+SHORT, MEDIUM, LONG = 16, 128, 512  # tokens of context per sequence
+USUAL_DEPTH = 3  # of the sequences that rows are spread over
+FEW_PASSES, MORE_PASSES = 1, 3  # depths whose difference is the price of a pass
+READ_AHEAD = 128  # rows that the draft model reads besides
+LEAST_PASS = 0.05  # of the first pass, what others cost at least, however small the difference of two measurements is
+UNDISTURBED = 0.1  # the quantile of what a shape took in all rounds that counts
+GREEDY = SequenceParams(SamplingParams(temperature=0.0), verification=Verification.GREEDY)
+
+
+def profile(
+    runner: StepRunner,
+    config: SchedulerConfig,
+    *,
+    draft: bool,
+    seconds: float = 4.0,
+    progress: Callable[[int, int], None] | None = None,
+    clock: Callable[[], float],
+) -> CostModel:
+    """A cost model of the steps that `runner` executes, which holds no sequence of it afterwards. The KV memory is
+    overwritten.
+
+    Args:
+        draft: the runner has a draft model.
+        seconds: that it may take. Shapes that do not fit in are interpolated, but one of every kind is measured.
+        progress: is told after each round how many are done, and of how many at most; all are, in the end.
+        clock: now, in seconds.
+    """
+    tell = progress or (lambda done, rounds: None)
+    bench = _Bench(runner, config, clock, seconds)
+    for shape, needed in _shapes(config, draft):
+        bench.begin(shape, needed)
+    # In rounds: while something else disturbs the machine, it disturbs all shapes alike.
+    for done in range(1, MAX_ROUNDS):
+        tell(done, MAX_ROUNDS)
+        if not bench.has_time:
+            break
+        bench.measure_again()
+    tell(MAX_ROUNDS, MAX_ROUNDS)
+    bench.release()
+    return _fit(_undisturbed(bench.samples()), config)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A step of `sequences` alike.
+
+    Attributes:
+        tokens: known tokens that each computes; the last of them is sampled behind if there is but one.
+        drafts: in all, spread evenly.
+        context: tokens of each that lie in the KV memory.
+        read_ahead: rows that the draft model reads besides one per sequence.
+    """
+
+    sequences: int
+    context: int
+    tokens: int = 1
+    drafts: int = 0
+    method: Method = Method.NONE
+    read_ahead: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.tokens + self.drafts
+
+    @property
+    def decodes(self) -> bool:
+        """One row per sequence, and nothing else."""
+        return self.tokens == 1 and not self.drafts
+
+    @property
+    def passes(self) -> int:
+        """Of the draft model."""
+        return self.drafts // self.sequences if self.method is Method.DRAFT_MODEL else 0
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Shapes that differ in nothing but size have the same."""
+        return self.method, self.tokens > 1, self.context, self.read_ahead, self.passes
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """What a shape took.
+
+    Attributes:
+        rows: that there really were: an n-gram may have less to propose.
+        target, draft: seconds.
+    """
+
+    shape: _Shape
+    rows: int
+    target: float
+    draft: float
+
+    @property
+    def context(self) -> int:
+        """Tokens that are read by the whole step, its own included, as a served step counts them."""
+        return self.shape.sequences * (self.shape.context + self.shape.tokens)
+
+
+# -- what to measure ---------------------------------------------------------------------------------------------------
+
+
+def _shapes(config: SchedulerConfig, draft: bool) -> Iterator[tuple[_Shape, bool]]:
+    """Shapes of every kind in turn, the most telling first, and whether one cannot be done without."""
+    sequences = _coarse_first(buckets_up_to(config.max_num_seqs, SEQUENCE_BUCKETS))
+    # Powers of two first, by the 0 before them: decodes have the same, and the two tell rows from sequences.
+    buckets = buckets_up_to(config.max_num_batched_tokens, ROW_BUCKETS)
+    rows = [count for count in _coarse_first([0, *buckets]) if count > 1]
+    short = _short(config)
+    long = min(LONG, config.max_model_len - 1)
+    kinds: list[list[_Shape]] = [
+        [_Shape(count, short) for count in sequences],
+        [_rows_shape(count, short, config) for count in rows],
+        [_Shape(count, long) for count in sorted({1, -(-config.max_num_seqs // 4), config.max_num_seqs})],
+    ]
+    if draft and config.max_depth > 0:
+        # Drafting has no term for context, so it is measured at a usual one.
+        medium = min(MEDIUM, config.max_model_len - 2, config.max_draft_len - 2)
+        for depth in sorted({FEW_PASSES, min(MORE_PASSES, config.max_depth)}):
+            kinds.append([_Shape(count, medium, 1, count * depth, Method.DRAFT_MODEL) for count in sequences])
+        kinds.append([_Shape(1, medium + READ_AHEAD, 1, FEW_PASSES, Method.DRAFT_MODEL, READ_AHEAD)])
+    for turn, shapes in enumerate(itertools.zip_longest(*kinds)):
+        for shape in shapes:
+            if shape is not None and _fits(shape, config):
+                yield shape, turn == 0
+
+
+def _short(config: SchedulerConfig) -> int:
+    """Context of shapes where it should not matter; there is room for a draft behind it."""
+    return min(SHORT, config.max_model_len - 2)
+
+
+def _rows_shape(rows: int, context: int, config: SchedulerConfig) -> _Shape:
+    """Few sequences with drafts, as steps with so many rows are; where drafts cannot be so many, prompt chunks."""
+    sequences = min(-(-rows // (1 + min(USUAL_DEPTH, config.max_depth))), config.max_num_seqs)
+    if rows <= sequences * (1 + config.max_depth):
+        return _Shape(sequences, context, 1, rows - sequences, Method.NGRAM)
+    sequences = -(-rows // (config.max_model_len - context))
+    return _Shape(sequences, context, rows // sequences)
+
+
+def _fits(shape: _Shape, config: SchedulerConfig) -> bool:
+    """Limits are kept, and each sequence has blocks of its own."""
+    length = _length(shape)
+    return (
+        shape.sequences <= config.max_num_seqs
+        and length <= config.max_model_len
+        and (shape.method is not Method.DRAFT_MODEL or length <= config.max_draft_len)
+        and shape.sequences * config.blocks_for(length) <= config.num_blocks
+        and shape.rows + shape.read_ahead <= config.max_num_batched_tokens
+    )
+
+
+def _length(shape: _Shape) -> int:
+    """Positions that a sequence needs slots for."""
+    return shape.context + shape.tokens + -(-shape.drafts // shape.sequences)
+
+
+def _coarse_first(values: Sequence[int]) -> list[int]:
+    """The first, then every eighth, then those halfway between, and so on."""
+    return [values[i] for i in sorted(range(len(values)), key=lambda i: (-min(i & -i or 8, 8), i))]
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+class _Bench:
+    """Executes shapes and keeps what they took."""
+
+    def __init__(self, runner: StepRunner, config: SchedulerConfig, clock: Callable[[], float], seconds: float) -> None:
+        self._runner = runner
+        self._config = config
+        self._clock = clock
+        self._end = clock() + seconds
+        self._num_steps = 0
+        self._admitted: tuple[int, ...] = ()
+        self._results: dict[_Shape, list[StepResult]] = {}
+        self._round_seconds = 0.0
+
+    def begin(self, shape: _Shape, needed: bool) -> None:
+        """The first round of a shape, unless all rounds that there should be do not fit in, and it is not needed."""
+        rounds = self._round_seconds * (MIN_ROUNDS - 1) + self._expected(shape) * (1 + MIN_ROUNDS)
+        if not needed and self._clock() + rounds > self._end:
+            return
+        self._execute(shape)  # pays for what is set up once
+        began = self._clock()
+        self._results[shape] = [self._execute(shape)]
+        self._round_seconds += self._clock() - began
+
+    @property
+    def has_time(self) -> bool:
+        """For one more round."""
+        return self._clock() + self._round_seconds <= self._end
+
+    def measure_again(self) -> None:
+        for shape, results in self._results.items():
+            results.append(self._execute(shape))
+
+    def samples(self) -> list[_Sample]:
+        return [
+            _Sample(
+                shape,
+                shape.sequences * shape.tokens + sum(sequence.num_drafted for sequence in results[0].sequences),
+                _least([result.times.total - result.times.draft for result in results]),
+                _least([result.times.draft for result in results]),
+            )
+            for shape, results in self._results.items()
+        ]
+
+    def release(self) -> None:
+        self._runner.execute(StepPlan(self._num_steps, self._admitted, (), ()))
+
+    def _expected(self, shape: _Shape) -> float:
+        """Seconds of one step, at most: as the nearest one with more rows, or in proportion to the one with most."""
+        taken = {known.rows: results[0].times.total for known, results in self._results.items()}
+        more = [seconds for rows, seconds in taken.items() if rows >= shape.rows]
+        if more:
+            return min(more)
+        most = max(taken, default=1)
+        return taken.get(most, 0.0) * shape.rows / most
+
+    def _execute(self, shape: _Shape) -> StepResult:
+        """One step of sequences that begin with it: what they emitted before does not matter, nor how long they are."""
+        # No request that is served has such an id.
+        ids = tuple(range(-shape.sequences, 0))
+        blocks = itertools.count()
+        per_sequence = self._config.blocks_for(_length(shape))
+        size = shape.context + shape.tokens
+        admitted, work = [], []
+        for index, request_id in enumerate(ids):
+            table = tuple(itertools.islice(blocks, per_sequence))
+            drafts = shape.drafts // shape.sequences + (index < shape.drafts % shape.sequences)
+            drafted = shape.context - shape.read_ahead
+            admitted.append(Admission(request_id, (0,) * size, size, GREEDY, table, shape.context, drafted))
+            work.append(
+                SequenceWork(
+                    request_id,
+                    shape.tokens,
+                    samples=True,
+                    num_drafts=drafts,
+                    method=shape.method if drafts else Method.NONE,
+                    draft_catch_up=1 + shape.read_ahead if shape.method is Method.DRAFT_MODEL else 0,
+                )
+            )
+        plan = StepPlan(self._num_steps, self._admitted, tuple(admitted), tuple(work))
+        self._admitted = ids
+        self._num_steps += 1
+        return self._runner.execute(plan)
+
+
+# -- from samples to tables --------------------------------------------------------------------------------------------
+
+
+def _least(seconds: Sequence[float]) -> float:
+    """About the least: what disturbs a step only ever adds to it, and on a busy machine most steps are disturbed."""
+    return float(np.quantile(seconds, UNDISTURBED))
+
+
+def _undisturbed(samples: Sequence[_Sample]) -> list[_Sample]:
+    """Of the same kind, more never costs less: what took longer than something larger was disturbed, and took at most
+    as long.
+    """
+    least: dict[tuple[object, ...], _Sample] = {}
+    cleaned = []
+    for sample in sorted(samples, key=lambda sample: sample.rows, reverse=True):
+        larger = least.get(sample.shape.kind, sample)
+        sample = replace(sample, target=min(sample.target, larger.target), draft=min(sample.draft, larger.draft))
+        least[sample.shape.kind] = sample
+        cleaned.append(sample)
+    return cleaned
+
+
+def _fit(samples: Sequence[_Sample], config: SchedulerConfig) -> CostModel:
+    """Terms one after the other: context, then sequences, then what is left for rows."""
+    plain = [sample for sample in samples if sample.shape.method is not Method.DRAFT_MODEL]
+    short = [sample for sample in plain if sample.shape.context == _short(config)]
+    per_context = _per_context(plain)
+    per_sequence = _per_sequence(short, per_context)
+    left: dict[int, list[float]] = {}
+    for sample in short:
+        rest = sample.target - per_context * sample.context - per_sequence * sample.shape.sequences
+        left.setdefault(sample.rows, []).append(max(0.0, rest))
+    rows = buckets_up_to(config.max_num_batched_tokens, ROW_BUCKETS)
+    seconds = _at_buckets(rows, {count: sum(rests) / len(rests) for count, rests in left.items()})
+    if len(plain) == len(samples):
+        return CostModel(rows, seconds, per_context, per_sequence=per_sequence)
+    drafting = _Drafting(samples)
+    sequences = buckets_up_to(config.max_num_seqs, SEQUENCE_BUCKETS)
+    return CostModel(
+        rows,
+        seconds,
+        per_context,
+        sequences,
+        _at_buckets(sequences, drafting.passes()),
+        drafting.per_row(),
+        per_sequence,
+        _at_buckets(sequences, drafting.first_passes()),
+    )
+
+
+def _per_context(samples: Sequence[_Sample]) -> float:
+    """Seconds per token: by decodes of equally many sequences, of short and of long context."""
+    decodes = [sample for sample in samples if sample.shape.decodes]
+    slopes = [
+        (far.target - near.target) / (far.context - near.context)
+        for near, far in itertools.permutations(decodes, 2)
+        if near.rows == far.rows and near.context < far.context
+    ]
+    return max(0.0, median(slopes)) if slopes else 0.0
+
+
+def _per_sequence(samples: Sequence[_Sample], per_context: float) -> float:
+    """Seconds per sequence: by steps of equally many rows, of few and of many sequences."""
+    slopes = [
+        (many.target - few.target - per_context * (many.context - few.context))
+        / (many.shape.sequences - few.shape.sequences)
+        for few, many in itertools.permutations(samples, 2)
+        if few.rows == many.rows and few.shape.sequences < many.shape.sequences
+    ]
+    return max(0.0, median(slopes)) if slopes else 0.0
+
+
+class _Drafting:
+    """What drafting took, by sequences and depth."""
+
+    def __init__(self, samples: Sequence[_Sample]) -> None:
+        # What a step without drafts spends before its forward is no price of drafting.
+        without = {s.shape.sequences: s.draft for s in samples if s.shape.decodes}
+        self._by_depth: dict[int, dict[int, float]] = {}
+        self._reading: tuple[int, float] | None = None
+        for sample in samples:
+            shape = sample.shape
+            if shape.method is not Method.DRAFT_MODEL:
+                continue
+            seconds = max(0.0, sample.draft - without.get(shape.sequences, 0.0))
+            if shape.read_ahead:
+                self._reading = shape.read_ahead, seconds
+            else:
+                self._by_depth.setdefault(shape.passes, {})[shape.sequences] = seconds
+
+    def first_passes(self) -> dict[int, float]:
+        """Seconds of pass 0 by sequences, with all that drafting takes once."""
+        return self._by_depth[FEW_PASSES]
+
+    def passes(self) -> dict[int, float]:
+        """Seconds of each pass behind it."""
+        few, more = min(self._by_depth), max(self._by_depth)
+        if few == more:
+            return self._by_depth[few]
+        return {
+            count: max((taken - first) / (more - few), LEAST_PASS * first)
+            for count, taken in self._by_depth[more].items()
+            if (first := self._by_depth[few].get(count)) is not None
+        }
+
+    def per_row(self) -> float:
+        if self._reading is None:
+            return 0.0
+        rows, taken = self._reading
+        return max(0.0, taken - self._by_depth[FEW_PASSES][1]) / rows
+
+
+def _at_buckets(buckets: Sequence[int], measured: dict[int, float]) -> list[float]:
+    """Seconds at each bucket. Beyond the last that was measured they rise as steeply as any line up to it: what looks
+    free by an accident of two measurements would be used without end.
+    """
+    counts = sorted(measured)
+    seconds = np.maximum.accumulate([measured[count] for count in counts])
+    last = counts[-1]
+    slopes = [(seconds[-1] - before) / (last - count) for count, before in zip(counts[:-1], seconds[:-1], strict=True)]
+    beyond = np.maximum(0, np.array(buckets) - last) * max(slopes, default=0.0)
+    return [float(value) for value in np.interp(buckets, counts, seconds) + beyond]

@@ -1,0 +1,336 @@
+"""The cost model against formulas: between and beyond buckets, after corrections, and through storage."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.cost_model import (
+    MOST_OUTLIERS,
+    REBUILD_INTERVAL,
+    ROW_BUCKETS,
+    WINDOW,
+    CostModel,
+    StepKind,
+    StepShape,
+)
+
+
+def ridge(rows: int) -> float:
+    """20 ms up to 24 rows, then 1 ms for each."""
+    return 0.020 + 0.001 * max(0, rows - 24)
+
+
+def make(**changes: Any) -> CostModel:
+    arguments: dict[str, Any] = {
+        "rows": [1, 8, 32],
+        "seconds": [0.010, 0.010, 0.034],
+        "per_context": 1e-6,
+        "sequences": [1, 4],
+        "pass_seconds": [0.001, 0.004],
+        "per_draft_row": 0.0005,
+        "per_sequence": 0.0001,
+        "first_seconds": [0.003, 0.006],
+    }
+    return CostModel(**(arguments | changes))
+
+
+def teach(costs: CostModel, shape: StepShape, seconds: Callable[[], tuple[float, float]], steps: int = 400) -> None:
+    for _ in range(steps):
+        draft, total = seconds()
+        costs.observe(shape, draft, total)
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+def test_target_is_linear_between_buckets_and_beyond() -> None:
+    costs = make()
+    assert [costs.target(rows, 0) for rows in (1, 8, 20, 32, 33, 56)] == pytest.approx(
+        [0.010, 0.010, 0.022, 0.034, 0.035, 0.058]
+    )
+    assert costs.target(8, 2000, 5) == pytest.approx(0.010 + 0.002 + 0.0005)
+
+
+@pytest.mark.parametrize(("rows", "count"), [(1, 0), (1, 31), (20, 30), (40, 5), (32, 1)])
+def test_targets_is_target_at_each_count(rows: int, count: int) -> None:
+    costs = make()
+    expected = [costs.target(r, 700, 3) for r in range(rows, rows + count + 1)]
+    np.testing.assert_allclose(costs.targets(rows, count, 700, 3), expected, rtol=1e-12)
+
+
+def test_draft_passes_by_sequences() -> None:
+    costs = make()
+    np.testing.assert_allclose(costs.draft_passes(6), [0, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006])
+    np.testing.assert_allclose(costs.first_passes(4), [0, 0.003, 0.004, 0.005, 0.006])
+    assert costs.draft_rows(10) == pytest.approx(0.005)
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    costs = make()
+    shape = StepShape(20, 1000, draft_passes=(4, 4, 1), draft_rows=2, sequences=10)
+    assert costs.step(shape) == pytest.approx(0.022 + 0.001 + 0.001 + (0.006 + 0.004 + 0.001) + 0.001)
+    assert costs.step(StepShape(20, 1000)) == pytest.approx(costs.target(20, 1000))
+    reading = StepShape(8, 0, draft_rows=7)
+    assert costs.step(reading) == pytest.approx(0.010 + 0.003 + 0.0035), "reading alone is a pass too"
+
+
+def test_without_a_draft_model_drafting_costs_nothing() -> None:
+    costs = CostModel([1, 2], [0.1, 0.2])
+    assert not costs.draft_passes(9).any()
+    assert costs.step(StepShape(1, 0, draft_passes=(3, 3))) == costs.target(1, 0)
+
+
+def test_a_pass_costs_as_much_first_as_later_unless_told() -> None:
+    costs = make(first_seconds=None)
+    np.testing.assert_array_equal(costs.first_passes(5), costs.draft_passes(5))
+
+
+def test_one_bucket_is_enough() -> None:
+    costs = CostModel([4], [0.1])
+    assert costs.target(1, 0) == costs.target(4, 0) == costs.target(9, 0) == 0.1
+
+
+def test_from_functions_keeps_them() -> None:
+    costs = CostModel.from_functions(
+        ridge, lambda count: 0.001 + 0.0001 * count, per_context=1e-7, max_rows=600, max_sequences=64
+    )
+    assert [costs.target(rows, 0) for rows in range(1, 700)] == pytest.approx([ridge(rows) for rows in range(1, 700)])
+    assert costs.draft_passes(80)[[1, 50, 80]] == pytest.approx([0.0011, 0.006, 0.009])
+    assert costs.target(1, 1000) == pytest.approx(0.0201)
+
+
+def test_arrays_that_were_handed_out_stay() -> None:
+    costs = make()
+    passes, before = costs.draft_passes(4), costs.draft_passes(4).copy()
+    teach(costs, StepShape(8, 0, (4,)), lambda: (0.012, 0.030))
+    np.testing.assert_array_equal(passes, before)
+    assert costs.draft_passes(4)[4] > before[4]
+    with pytest.raises(ValueError, match="read-only"):
+        passes[0] = 1.0
+
+
+# -- what was measured badly -------------------------------------------------------------------------------------------
+
+SECONDS = st.floats(0, 100)
+OBSERVATION = st.tuples(st.integers(1, 3000), st.integers(0, 50000), st.integers(0, 8), SECONDS, SECONDS)
+
+
+@given(
+    st.lists(SECONDS, min_size=len(ROW_BUCKETS), max_size=len(ROW_BUCKETS)),
+    st.lists(SECONDS, min_size=3, max_size=3),
+    st.lists(OBSERVATION, max_size=3),
+)
+def test_more_never_costs_less(
+    seconds: list[float], passes: list[float], observed: list[tuple[int, int, int, float, float]]
+) -> None:
+    """Whatever was measured, and whatever was observed since."""
+    costs = CostModel(ROW_BUCKETS, seconds, 1e-6, (1, 4, 16), passes, per_sequence=1e-5)
+    for rows, context, drafting, draft, total in observed * REBUILD_INTERVAL:
+        costs.observe(StepShape(rows, context, (drafting,) * (drafting > 0), sequences=rows), draft, total)
+    curve = costs.targets(1, 2500, 0)
+    for values in (curve, costs.draft_passes(40), costs.first_passes(40)):
+        assert np.isfinite(values).all()
+        assert (values >= 0).all()
+        assert (np.diff(values) >= 0).all()
+    assert costs.target(5, 100) >= costs.target(5, 10) >= costs.target(5, 10, 0)
+
+
+# -- corrections -------------------------------------------------------------------------------------------------------
+
+
+def test_a_slower_machine_is_found_at_the_shape_that_is_seen_and_near_it() -> None:
+    costs = CostModel.from_functions(ridge)
+    teach(costs, StepShape(8, 0), lambda: (0.0, 0.030))
+    assert costs.target(8, 0) == pytest.approx(0.030, rel=0.01)
+    marginal = (costs.target(12, 0) - costs.target(8, 0)) / costs.target(8, 0)
+    assert 0 <= marginal < 0.06, "the next bucket moves along: slots have not become free, nor dear"
+
+
+def test_a_faster_machine_does_not_make_drafts_look_dear() -> None:
+    costs = CostModel.from_functions(ridge)
+    teach(costs, StepShape(8, 0), lambda: (0.0, 0.010))
+    assert costs.target(8, 0) == pytest.approx(0.010, rel=0.01)
+    assert costs.target(12, 0) < 0.0115
+
+
+def test_buckets_learn_apart() -> None:
+    costs = CostModel.from_functions(ridge)
+    for _ in range(2000):
+        costs.observe(StepShape(8, 0), 0.0, 0.020)
+        costs.observe(StepShape(64, 0), 0.0, 0.090)
+    assert costs.target(8, 0) == pytest.approx(0.020, rel=0.02)
+    assert costs.target(64, 0) == pytest.approx(0.090, rel=0.02)
+
+
+def test_context_answers_for_its_share() -> None:
+    costs = CostModel([1, 64], [0.001, 0.001], per_context=1e-6)
+    for _ in range(2000):
+        costs.observe(StepShape(8, 20_000), 0.0, 0.001 + 20_000 * 2e-6)
+        costs.observe(StepShape(8, 100), 0.0, 0.001 + 100 * 2e-6)
+    slope = (costs.target(8, 20_000) - costs.target(8, 0)) / 20_000
+    assert slope == pytest.approx(2e-6, rel=0.05)
+
+
+def test_sequences_answer_for_their_share() -> None:
+    costs = CostModel([1, 64], [0.001, 0.001], per_sequence=1e-5)
+    for _ in range(2000):
+        costs.observe(StepShape(64, 0, sequences=64), 0.0, 0.001 + 64 * 3e-5)
+        costs.observe(StepShape(64, 0, sequences=1), 0.0, 0.001 + 3e-5)
+    assert costs.target(64, 0, 64) - costs.target(64, 0, 0) == pytest.approx(64 * 3e-5, rel=0.1)
+
+
+def test_drafting_is_corrected_as_a_whole_and_apart_from_the_target() -> None:
+    costs = make()
+    shape = StepShape(8, 0, draft_passes=(4, 4), draft_rows=2)
+    teach(costs, shape, lambda: (0.0055, 0.0155))  # half of 0.006 + 0.004 + 0.001
+    assert costs.target(8, 0) == pytest.approx(0.010, rel=0.01)
+    assert [*costs.draft_passes(4)[[1, 4]], costs.first_passes(1)[1], costs.draft_rows(2)] == pytest.approx(
+        [0.0005, 0.002, 0.0015, 0.0005], rel=0.02
+    )
+
+
+def test_what_a_step_without_a_draft_model_drafts_belongs_to_its_rows() -> None:
+    """An n-gram has no pass to put its time on."""
+    costs = make()
+    teach(costs, StepShape(8, 0), lambda: (0.002, 0.012))
+    assert costs.target(8, 0) == pytest.approx(0.012, rel=0.01)
+
+
+def test_a_disturbed_step_teaches_nothing() -> None:
+    costs = make()
+    before = costs.as_dict()
+    for _ in range(REBUILD_INTERVAL):
+        costs.observe(StepShape(8, 0), 0.0, 0.010)
+        costs.observe(StepShape(8, 0), 0.0, 1.0)
+        costs.observe(StepShape(8, 0), 0.0, 0.0)
+    assert costs.as_dict() == before
+
+
+def test_a_machine_that_stays_slow_is_believed() -> None:
+    costs = make()
+    teach(costs, StepShape(8, 0), lambda: (0.0, 0.050), MOST_OUTLIERS)
+    assert costs.as_dict() == make().as_dict()
+    teach(costs, StepShape(8, 0), lambda: (0.0, 0.050))
+    assert costs.target(8, 0) == pytest.approx(0.050, rel=0.01)
+
+
+def test_noise_averages_out() -> None:
+    costs = CostModel.from_functions(ridge)
+    noise = np.random.default_rng(0)
+    teach(costs, StepShape(16, 0), lambda: (0.0, 0.020 * float(noise.lognormal(0, 0.2))), 2000)
+    assert costs.target(16, 0) == pytest.approx(0.020, rel=0.08)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_errors_by_kind() -> None:
+    costs = make()
+    assert costs.errors() == {}
+    for seconds in (0.008, 0.0125, 0.010):
+        costs.observe(StepShape(8, 0, kind=StepKind.VERIFY), 0.0, seconds)
+    errors = costs.errors()
+    assert list(errors) == ["verify"]
+    assert errors["verify"].median == pytest.approx(0.2)  # of .25, .2 and 0
+    assert errors["verify"].repeatability == pytest.approx(np.median([0.008 / 0.0125 - 1, 0.25]) + 0.36)
+    assert errors["verify"].count == 3
+
+
+def test_repeatability_compares_equal_shapes_only() -> None:
+    costs = make()
+    for _ in range(4):
+        costs.observe(StepShape(8, 1001), 0.0, 0.010)
+        costs.observe(StepShape(9, 1001), 0.0, 0.020)
+        costs.observe(StepShape(8, 1010, kind=StepKind.MIXED), 0.0, 0.040)
+    assert {kind: error.repeatability for kind, error in costs.errors().items()} == {"decode": 0.0, "mixed": 0.0}
+    costs.observe(StepShape(8, 1023), 0.0, 0.020)
+    costs.observe(StepShape(8, 2000), 0.0, 0.500)
+    assert max(costs._errors[StepKind.DECODE].differences) == 0.5, "about the same context is the same shape"
+
+
+def test_old_errors_are_forgotten() -> None:
+    costs = make()
+    costs.observe(StepShape(8, 0), 0.0, 0.020)
+    teach(costs, StepShape(8, 0), lambda: (0.0, costs.step(StepShape(8, 0))), WINDOW)
+    error = costs.errors()["decode"]
+    assert (error.median, error.count) == (0.0, WINDOW)
+
+
+def test_shapes_that_never_come_back_are_forgotten() -> None:
+    costs = make()
+    for rows in range(1, 2000):
+        costs.observe(StepShape(rows, 0), 0.0, 0.010)
+    assert len(costs._errors[StepKind.DECODE].last) == 256
+
+
+# -- storage -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_comes_back_from_json_as_it_was() -> None:
+    costs = make()
+    teach(costs, StepShape(20, 500, (3, 2), sequences=3), lambda: (0.02, 0.07), 4 * REBUILD_INTERVAL)
+    again = CostModel.from_dict(json.loads(json.dumps(costs.as_dict())))
+    assert again.as_dict() == costs.as_dict()
+    np.testing.assert_array_equal(again.targets(1, 100, 300, 5), costs.targets(1, 100, 300, 5))
+    np.testing.assert_array_equal(again.draft_passes(9), costs.draft_passes(9))
+    np.testing.assert_array_equal(again.first_passes(9), costs.first_passes(9))
+
+
+BAD: list[tuple[str, Any]] = [
+    ("rows", []),
+    ("rows", [1, 8, 8]),
+    ("rows", [8, 1, 32]),
+    ("rows", [0, 8, 32]),
+    ("rows", [1, 8, 1 << 40]),
+    ("rows", [1, 8, 32.0]),
+    ("rows", [1, 8, True]),
+    ("rows", [1, 8]),
+    ("rows", "abc"),
+    ("rows", None),
+    ("seconds", [0.1, -0.1, 0.2]),
+    ("seconds", [0.1, math.nan, 0.2]),
+    ("seconds", [0.1, math.inf, 0.2]),
+    ("seconds", [0.1, "0.1", 0.2]),
+    ("seconds", [0.1, 10**400, 0.2]),
+    ("seconds", [0.1, 0.2]),
+    ("sequences", [1]),
+    ("pass_seconds", [0.1, -1.0]),
+    ("first_seconds", [0.1]),
+    ("first_seconds", None),
+    ("per_context", -1e-9),
+    ("per_context", math.nan),
+    ("per_context", True),
+    ("per_draft_row", "0"),
+    ("per_sequence", None),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_what_is_malformed_is_refused(key: str, value: Any) -> None:
+    data = copy.deepcopy(make().as_dict())
+    data[key] = value
+    with pytest.raises(ValueError):  # noqa: PT011
+        CostModel.from_dict(data)
+
+
+@pytest.mark.parametrize("data", [None, [], "x", {}, {**make().as_dict(), "more": 1}])
+def test_what_is_no_model_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError, match="keys"):
+        CostModel.from_dict(data)
+
+
+@pytest.mark.parametrize("key", make().as_dict())
+def test_a_key_that_is_missing_is_refused(key: str) -> None:
+    data = make().as_dict()
+    del data[key]
+    with pytest.raises(ValueError, match="keys"):
+        CostModel.from_dict(data)

@@ -1,0 +1,228 @@
+"""Between scheduler and policy: who is offered what, what is learned from results, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from core.harness import Harness, always, never
+from paceline.core.config import SchedulerConfig
+from paceline.core.cost_model import CostModel
+from paceline.core.depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.plan import SequenceWork
+from paceline.core.request import Request
+from paceline.core.sequence import Sequence
+from paceline.core.speculation import MAX_TENANTS, SpeculationControl
+from paceline.core.speculation_counts import SpeculationCounts
+from paceline.sim import ScriptedRunner
+
+GREEDY = SamplingParams(temperature=0.0)
+PASS = 0.5  # seconds of a draft pass
+
+
+def costs() -> CostModel:
+    """10 seconds, half a second for every row, half a second for a pass of the draft model."""
+    return CostModel.from_functions(lambda rows: 10.0 + 0.5 * rows, lambda sequences: PASS)
+
+
+def config(**changes: object) -> SchedulerConfig:
+    return SchedulerConfig(**{"num_blocks": 512, "max_model_len": 900, "method": Method.DRAFT_MODEL, **changes})  # type: ignore[arg-type]
+
+
+class Bench(Harness):
+    """A harness whose control tells seconds, and whose drafters may differ in how often they are right."""
+
+    def __init__(
+        self,
+        policy: DepthPolicy,
+        right: Callable[[int, int], bool] = always,
+        ngram_right: Callable[[int, int], bool] | None = None,
+        **changes: object,
+    ) -> None:
+        super().__init__(config(**changes), policy, right=right)
+        self.scheduler.speculation = SpeculationControl(policy, costs())
+        if ngram_right is not None:
+            self.runner = _TwoDrafters(self.config, right, ngram_right)
+
+    @property
+    def control(self) -> SpeculationControl:
+        return self.scheduler.speculation
+
+    def add_for(self, tenant: str, max_tokens: int = 40, sampling: SamplingParams = GREEDY) -> Request:
+        request_id = len(self.requests)
+        request = self.scheduler.add(
+            request_id, (1, 2, 3), sampling, StopParams(max_tokens=max_tokens), SpeculationParams(), 0.0, tenant=tenant
+        )
+        self.requests[request_id] = request
+        return request
+
+
+class _TwoDrafters(ScriptedRunner):
+    """Says by the method whether a draft is right."""
+
+    def __init__(
+        self, config: SchedulerConfig, right: Callable[[int, int], bool], ngram_right: Callable[[int, int], bool]
+    ) -> None:
+        super().__init__(config.num_blocks, config.block_size, right)
+        self._right = {Method.DRAFT_MODEL: right, Method.NGRAM: ngram_right, Method.NONE: right}
+
+    def _draft(self, sequence: Sequence, work: SequenceWork) -> list[int]:
+        self.draft_is_right = self._right[work.method]
+        return super()._draft(sequence, work)
+
+    def _verify(self, work: SequenceWork, drafts: list[int]):  # type: ignore[no-untyped-def]
+        self.draft_is_right = self._right[Method.NGRAM]  # of which only what is scored is asked here
+        return super()._verify(work, drafts)
+
+
+# -- seconds -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_drafts_save_is_what_their_tokens_would_have_taken_less_what_they_took() -> None:
+    bench = Bench(FixedDepth(3))
+    request = bench.add(5, max_tokens=9)
+    bench.drain()
+    # Two verify steps of 4 tokens: 1 row, which takes 10.5 s, for each; instead of 4 rows and 3 passes.
+    counts = request.counts
+    assert (counts.verify_steps, counts.emitted, counts.depths) == (2, 8, [0, 0, 0, 2])
+    assert counts.saved_seconds == pytest.approx(2 * (3 * 10.5 - 3 * 0.5 - 3 * PASS))
+    assert counts.rejected_seconds == 0
+
+
+def test_rejected_drafts_are_paid_by_their_owner() -> None:
+    right = {0: always, 1: never}
+    bench = Bench(FixedDepth(2), right=lambda request_id, position: right[request_id](request_id, position))
+    good, bad = bench.add(5, max_tokens=61), bench.add(5, max_tokens=21)
+    bench.drain()
+    assert good.counts.rejected_seconds == 0
+    # Each of its steps: two rows, and its half of the two passes.
+    assert bad.counts.rejected_seconds == pytest.approx(20 * (2 * 0.5 + 2 * PASS / 2), rel=0.2)
+    assert bad.counts.saved_seconds == pytest.approx(-bad.counts.rejected_seconds)
+    assert good.counts.saved_seconds > 0
+
+
+def test_totals_are_the_sum_of_tenants() -> None:
+    bench = Bench(FixedDepth(3), right=lambda request_id, position: position % 3 > 0)
+    requests = [bench.add_for(tenant) for tenant in ("a", "b", "a")]
+    bench.drain()
+    for name in ("verify_steps", "emitted", "drafted", "accepted", "saved_seconds", "rejected_seconds"):
+        total = getattr(bench.control.totals, name)
+        assert sum(getattr(counts, name) for counts in bench.control.tenants.values()) == pytest.approx(total)
+        assert sum(getattr(request.counts, name) for request in requests) == pytest.approx(total)
+
+
+def test_without_a_cost_model_no_seconds_are_told() -> None:
+    harness = Harness(config(), FixedDepth(3))
+    request = harness.add(5, max_tokens=20)
+    harness.drain()
+    assert (request.counts.saved_seconds, request.counts.rejected_seconds) == (0.0, 0.0)
+    assert request.counts.drafted > 0
+
+
+def test_tenants_are_forgotten_one_by_one() -> None:
+    bench = Bench(FixedDepth(1))
+    for number in range(MAX_TENANTS + 3):
+        bench.add_for(f"tenant {number}", max_tokens=2)
+    bench.drain()
+    assert len(bench.control.tenants) == MAX_TENANTS
+    assert "tenant 0" not in bench.control.tenants
+
+
+# -- learning ----------------------------------------------------------------------------------------------------------
+
+
+def survival(bench: Bench, tenant: str) -> float:
+    """What a new request of the tenant would be expected to have accepted."""
+    return bench.control.drafters[Method.DRAFT_MODEL, Verification.GREEDY].acceptance.survivals(
+        tenant, Request(99, (1,), bench.requests[0].params, StopParams(), SpeculationParams(), 0.0,
+                        methods=(Method.DRAFT_MODEL,), max_total_tokens=9).residuals[Method.DRAFT_MODEL], 1
+    )[0]  # fmt: skip
+
+
+def test_a_request_starts_from_its_tenants_estimate() -> None:
+    bench = Bench(FixedDepth(3), right=lambda request_id, position: request_id % 2 == 0)
+    for number in range(12):
+        bench.add_for(("good", "bad")[number % 2])
+    bench.drain()
+    assert survival(bench, "good") > 0.85
+    assert survival(bench, "bad") < 0.3
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0, presence_penalty=1.0)])
+def test_what_only_the_target_sees_teaches_nothing_about_others(sampling: SamplingParams) -> None:
+    bench = Bench(FixedDepth(3), right=never)
+    before = None
+    for _ in range(6):
+        request = bench.add_for("a", sampling=sampling)
+        before = survival(bench, "a") if before is None else before
+    bench.drain()
+    assert request.residuals[Method.DRAFT_MODEL].shift < 0
+    assert survival(bench, "a") == before
+
+
+def test_forgetting_is_complete() -> None:
+    bench = Bench(FixedDepth(3), right=never)
+    bench.add(5, max_tokens=20)
+    bench.drain()
+    bench.control.forget()
+    assert bench.control.totals == SpeculationCounts()
+    assert not bench.control.tenants
+    assert all(drafter.counts == SpeculationCounts() for drafter in bench.control.drafters.values())
+
+
+# -- two drafters ------------------------------------------------------------------------------------------------------
+
+
+def methods_of(bench: Bench, request: Request) -> list[Method]:
+    """Who drafted, step by step."""
+    return [work.method for work in bench.works(request) if work.num_drafts]
+
+
+@pytest.mark.parametrize(
+    ("model", "ngram", "expected"), [(always, never, Method.DRAFT_MODEL), (never, always, Method.NGRAM)]
+)
+def test_the_better_drafter_is_taken(
+    model: Callable[[int, int], bool], ngram: Callable[[int, int], bool], expected: Method
+) -> None:
+    bench = Bench(AdaptiveDepth(costs()), model, ngram, hybrid=True)
+    request = bench.add(5, max_tokens=400)
+    bench.drain()
+    drafted = methods_of(bench, request)
+    late = drafted[len(drafted) // 2 :]
+    assert late.count(expected) > 0.9 * len(late)
+
+
+def test_a_request_changes_its_drafter_as_its_text_changes() -> None:
+    def early(request_id: int, position: int) -> bool:
+        return position < 300
+
+    def late(request_id: int, position: int) -> bool:
+        return position >= 300
+
+    bench = Bench(AdaptiveDepth(costs()), late, early, hybrid=True)
+    request = bench.add(5, max_tokens=800)
+    bench.drain()
+    works = [work for work in bench.works(request) if work.num_drafts]
+    assert works[len(works) // 4].method is Method.NGRAM
+    assert works[-3].method is Method.DRAFT_MODEL
+
+
+def test_a_request_that_names_its_drafter_keeps_it() -> None:
+    bench = Bench(AdaptiveDepth(costs()), never, always, hybrid=True)
+    request = bench.add(5, max_tokens=100, method=Method.DRAFT_MODEL)
+    bench.drain()
+    assert set(methods_of(bench, request)) <= {Method.DRAFT_MODEL}
+    assert not any(work.scores_ngram for work in bench.works(request))
+
+
+def test_a_draft_model_reads_prompts_only_while_it_drafts() -> None:
+    """Under load, where it does not pay, its reading would be a price without a return."""
+    bench = Bench(FixedDepth(0))
+    first = bench.add(40, max_tokens=10)
+    bench.drain()
+    second = bench.add(40, max_tokens=10)
+    bench.drain()
+    read = [sum(work.draft_catch_up for work in bench.works(request)) for request in (first, second)]
+    assert read == [40, 0]
