@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import paceline_kernels as ops
+from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, Outcome, StepLoad, within_bounds
 from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.core.params import Constraints, Method, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import SequenceWork
@@ -86,7 +89,7 @@ class Feature:
     verification: Verification | None = None
     seeded: bool = False
 
-    def request(self, method: Method, index: int, depth: int = DEPTH) -> GenerationRequest:
+    def request(self, method: Method, index: int, depth: int = DEPTH, lowest: int = DEPTH) -> GenerationRequest:
         return GenerationRequest(
             PROMPT,
             replace(self.sampling, seed=index) if self.seeded else self.sampling,
@@ -96,7 +99,7 @@ class Feature:
                 ignore_eos=self.ignore_eos,
                 min_tokens=self.min_tokens,
             ),
-            SpeculationParams(method=method, min_depth=depth, max_depth=depth, verification=self.verification),
+            SpeculationParams(method, min(lowest, depth), depth, verification=self.verification),
             grammar=self.grammar,
         )
 
@@ -194,8 +197,13 @@ def draw(
     draws: int,
     depth: int = DEPTH,
     backend: str = "auto",
+    policy: DepthPolicy | None = None,
 ) -> dict[str, Counter[Run]]:
-    """The first tokens of so many requests of each feature, all in one engine and in turn."""
+    """The first tokens of so many requests of each feature, all in one engine and in turn.
+
+    Args:
+        policy: chooses depths from 0 to `depth`; without it, all are `depth`.
+    """
     engine = build_engine(
         EngineSettings(
             model=str(pair[0]),
@@ -207,13 +215,16 @@ def draw(
             backend=backend,
         )
     )
+    if policy is not None:
+        engine.scheduler.speculation.policy = policy
+    lowest = depth if policy is None else 0
     todo = [(name, index) for index in range(draws) for name in names][::-1]
     name_of: dict[int, str] = {}
     runs: dict[int, list[int]] = defaultdict(list)
     while todo or engine.has_work:
         while todo and len(engine.scheduler.waiting) < MAX_RUNNING:
             name, index = todo.pop()
-            name_of[engine.add(FEATURES[name].request(method, index, depth))] = name
+            name_of[engine.add(FEATURES[name].request(method, index, depth, lowest))] = name
         for output in engine.step():
             runs[output.request_id].extend(output.token_ids)
     if method is not Method.NONE:
@@ -257,6 +268,44 @@ def test_chi_square(
     assert {name: p for name, p in found.items() if p <= SMALLEST_P} == {}
 
 
+class DepthByHistory:
+    """Other depths in every step, and from request to request: by how many drafts each had accepted before, its id, and
+    the number of the step.
+    """
+
+    def __init__(self) -> None:
+        self._accepted: dict[int, int] = {}
+        self._num_steps = 0
+        self.depths: Counter[int] = Counter()
+
+    def choose(self, candidates: Seq[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
+        self._num_steps += 1
+        return [self._choose(candidate) for candidate in candidates]
+
+    def _choose(self, candidate: DepthCandidate) -> Chosen:
+        accepted = self._accepted.get(candidate.request_id, 0)
+        depth = (candidate.request_id + self._num_steps + 2 * accepted) % (candidate.highest + 1)
+        self.depths[depth] += 1
+        return within_bounds(candidate, candidate.offers[0], depth)
+
+    def observe(self, outcome: Outcome) -> None:
+        for request_id, _, accepted in outcome.drafts:
+            self._accepted[request_id] = self._accepted.get(request_id, 0) + accepted
+
+    def forget(self, request_id: int) -> None:
+        self._accepted.pop(request_id, None)
+
+
+@pytest.mark.timeout(600)
+def test_depths_that_follow_from_history_bias_nothing(pair: tuple[Path, Path], logits: dict[Run, Row]) -> None:
+    """In a batch whose depths vary."""
+    policy, names = DepthByHistory(), ("temperature", "all", "all, token-wise", "all, seeded")
+    counts = draw(pair, Method.DRAFT_MODEL, names, DRAWS, policy=policy)
+    assert all(policy.depths[depth] > DRAWS / 10 for depth in range(DEPTH + 1))
+    found = {name: p_value(counts[name], enumerate_runs(logits, FEATURES[name])) for name in names}
+    assert {name: p for name, p in found.items() if p <= SMALLEST_P} == {}
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_the_enumeration_is_complete_and_each_feature_does_something(logits: dict[Run, Row], name: str) -> None:
     exact = enumerate_runs(logits, FEATURES[name])
@@ -282,6 +331,22 @@ def test_recovered_tokens_from_p_are_noticed(
 ) -> None:
     """Instead of the residual."""
     monkeypatch.setattr(Comparison, "left", lambda self, ruling: self.p[self.p_rows(ruling.accepted[:, None])[:, 0]])
+    assert_noticed(pair, logits, "temperature", "all, token-wise")
+
+
+def test_a_depth_that_looks_at_the_drawn_token_is_noticed(
+    pair: tuple[Path, Path], logits: dict[Run, Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are cut before the first that does not look promising, as by a threshold on its own probability."""
+    propose = DraftModel.propose
+
+    def up_to_the_first_odd(draft: Draft) -> Draft:
+        promising = list(itertools.takewhile(lambda token: token % 2 == 0, draft.token_ids))
+        return replace(draft, token_ids=promising) if promising else Draft([])
+
+    monkeypatch.setattr(
+        DraftModel, "propose", lambda self, batch: [up_to_the_first_odd(draft) for draft in propose(self, batch)]
+    )
     assert_noticed(pair, logits, "temperature", "all, token-wise")
 
 

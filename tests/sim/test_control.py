@@ -123,6 +123,14 @@ def test_the_draft_model_catches_up_at_its_price() -> None:
     assert policy.outcomes[2].draft_seconds == pytest.approx(3.0)
 
 
+def test_known_prices_learn_and_true_ones_do_not() -> None:
+    known = roofline(target_pass=7.0, free_rows=4, ratio=0.1)
+    trace = simulate_control(alike(2, 0.5), COSTS, FixedDepth(1), 200, known=known)
+    assert known.target(4, 0) == pytest.approx(10.0, rel=0.01)
+    assert COSTS.target(4, 0) == 10.0
+    assert set(trace.seconds.tolist()) == {11.0}
+
+
 def test_requests_end_at_their_length_and_others_come() -> None:
     policy = Script([4])
     trace = simulate_control(alike(2, 0.6, tokens=7), COSTS, policy, 200)
@@ -133,6 +141,7 @@ def test_requests_end_at_their_length_and_others_come() -> None:
     ended = set(policy.forgotten)
     assert len(ended) == len(policy.forgotten) > 50
     assert {tokens[request_id] for request_id in ended} == {7}
+    assert all(len(c.offers[0].survivals) == c.highest > 0 for seen in policy.seen for c in seen)
     assert len(tokens) - len(ended) <= 2
     assert sum(tokens.values()) == trace.tokens.sum()
 

@@ -158,6 +158,41 @@ def depth(
 
 
 @app.command()
+def policy(
+    acceptance: Annotated[
+        str, typer.Option(help="Chance of each draft, comma-separated; 0.3/0.9 for requests of two classes.")
+    ] = "0.3,0.5,0.7,0.8,0.9,0.95",
+    concurrency: Concurrency = "1,4,16,64,256",
+    ratio: Annotated[str, typer.Option(help="Draft pass over target pass, comma-separated.")] = "0.02,0.05,0.1,0.2,0.4",
+    free_rows: Annotated[
+        int, typer.Option(min=1, help="Rows of a target pass at the price of one; about 24 on a CPU, 200 on a GPU.")
+    ] = 24,
+    steps: Annotated[int, typer.Option(min=2, help="From a cold start; the second half is the long run.")] = 2000,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="After which a request ends and a new one comes; without it, nobody ends.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws; all policies meet the same.")] = 0,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    plot_out: Annotated[
+        Path | None, typer.Option("--plot", help="Write heat maps to this PNG file; needs paceline[plots].")
+    ] = None,
+) -> None:
+    """Each rule for the depth against the best stationary depths, in simulation: true chances, true prices, no model."""
+    from paceline.bench.policy import measure, parse_rates, parse_ratios, plot, render, to_json
+    from paceline.bench.throughput import parse_sizes
+
+    rates, sizes, ratios = parse_rates(acceptance), parse_sizes(concurrency), parse_ratios(ratio)
+    cells = measure(rates, sizes, ratios, free_rows, steps, max_tokens, seed)
+    title = f"{free_rows} free rows, {steps} steps"
+    render(cells, title)
+    if json_out is not None:
+        settings = {"free_rows": free_rows, "steps": steps, "max_tokens": max_tokens, "seed": seed}
+        json_out.write_text(json.dumps(to_json(cells, settings), indent=2) + "\n")
+    if plot_out is not None:
+        plot(cells, title, plot_out)
+
+
+@app.command()
 def serving(
     model: Model = "demo",
     draft: Draft = "demo",
