@@ -231,6 +231,8 @@ def generate(
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: Annotated[str | None, typer.Option(metavar="DIR|demo", help="Say what its steps cost, too.")] = None,
+    draft: Annotated[str, typer.Option(metavar="DIR|demo|ngram|none", help="Who drafts for it.")] = "none",
 ) -> None:
     """Say what this machine has for serving, how fast it is, and what to do about whatever is missing."""
     try:
@@ -238,7 +240,7 @@ def doctor(
     except ImportError as error:
         sys.exit(f"paceline: nothing can be served here: {error}; try: pip install 'paceline[serve]'")
 
-    report = examine(quick)
+    report = examine(quick, model, draft)
     if as_json:
         print(json.dumps(to_json(report), indent=2))
     else:

@@ -16,6 +16,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from paceline.core.cost_model import CostModel, Error, StepShape
+from paceline.core.params import SamplingParams, StopParams
+from paceline.engine import Engine, GenerationRequest
+from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import build, ceilings, decoder, sampling
 from paceline_kernels.cpu.ceilings import ReadCeiling, median_seconds
 from paceline_kernels.cpu.decoder import Kind, Matrix
@@ -28,6 +32,11 @@ FEATURES = 4096  # inputs and outputs of the synthetic matrices
 ROWS = (1, 4, 16)
 STACK = 768 << 20  # bytes of matrices, so that caches do not help
 ROUNDS = 3
+SEQUENCES = (1, 4, 16, 64)
+DEPTHS = (0, 2, 4)
+CONTEXT = 256  # tokens of each sequence, where steps are told
+SERVED = (1, 4, 16)  # requests at once, by which predictions are judged
+SERVED_TOKENS = 64  # of each
 GIGA = 1e9
 
 
@@ -60,18 +69,47 @@ class Measured:
     linear: list[Linear]
 
 
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Milliseconds, by the cost model, of a step of so many sequences with `CONTEXT` tokens each.
+
+    Attributes:
+        steps: by the depth at which all of them draft.
+        draft_pass: one pass of the draft model behind the first; 0 without a draft model.
+    """
+
+    sequences: int
+    steps: dict[int, float]
+    draft_pass: float
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What steps of a model cost, and how well that was predicted over some requests, by kind of step."""
+
+    steps: list[StepCost]
+    errors: dict[str, Error]
+
+
 @dataclass(slots=True)
 class Report:
     facts: list[Fact] = field(default_factory=list)
     measured: Measured | None = None  # None where nothing was measured
+    costs: Costs | None = None  # None without a model
 
 
-def examine(quick: bool = False) -> Report:
-    """Find out everything; unless `quick`, measure too, which takes about a minute."""
+def examine(quick: bool = False, model: str | None = None, draft: str = "none") -> Report:
+    """Find out everything; unless `quick`, measure too, which takes about a minute. With a model, what its steps cost.
+
+    Raises:
+        PacelineError: whatever `build_engine` refuses.
+    """
     missing = _native_obstacle()
     report = Report([*_machine(), *_compiler(), *_torch(), *_backend(missing)])
     if missing is None and not quick:
         report.measured = _measure()
+    if model is not None:
+        report.costs = _costs(build_engine(EngineSettings(model=model, draft=draft)))
     return report
 
 
@@ -230,6 +268,31 @@ def _multiply(x: torch.Tensor, stack: list[Matrix]) -> None:
         decoder.linear(x, matrix)
 
 
+def _costs(engine: Engine) -> Costs:
+    """As predicted at first, and the errors over requests that are served now."""
+    costs = engine.scheduler.speculation.costs
+    assert costs is not None, "depths are chosen by cost"
+    limit = engine.scheduler.config.max_num_seqs
+    steps = [_step_cost(costs, count) for count in SEQUENCES if count <= limit]
+    stop = StopParams(max_tokens=SERVED_TOKENS, ignore_eos=True)
+    for count in SERVED:
+        for index in range(min(count, limit)):
+            engine.add(GenerationRequest((index % engine.vocab_size,) * 32, SamplingParams(temperature=0.0), stop))
+        while engine.has_work:
+            engine.step()
+    return Costs(steps, costs.errors())
+
+
+def _step_cost(costs: CostModel, count: int) -> StepCost:
+    def shape(depth: int) -> StepShape:
+        has_model = len(costs.draft_passes(1)) and costs.draft_passes(1)[1] > 0
+        passes = (count,) * depth if has_model else ()
+        return StepShape(count * (1 + depth), count * CONTEXT, passes, sequences=count)
+
+    steps = {depth: 1e3 * costs.step(shape(depth)) for depth in DEPTHS}
+    return StepCost(count, steps, 1e3 * float(costs.draft_passes(count)[-1]))
+
+
 # ---- Saying it ----
 
 
@@ -243,6 +306,8 @@ def render(report: Report) -> None:
     console.print(table)
     if report.measured is not None:
         _render_measured(report.measured, console)
+    if report.costs is not None:
+        _render_costs(report.costs, console)
     console.print()
     for fact in report.facts:
         if fact.advice is not None:
@@ -263,9 +328,27 @@ def _render_measured(measured: Measured, console: Console) -> None:
     console.print(table)
 
 
+def _render_costs(costs: Costs, console: Console) -> None:
+    console.print(f"\na step of sequences with {CONTEXT} tokens each, ms:")
+    table = Table(box=None)
+    for heading in ("sequences", *(f"depth {depth}" for depth in DEPTHS), "one more draft pass"):
+        table.add_column(heading, justify="right")
+    for step in costs.steps:
+        cells = [f"{milliseconds:.2f}" for milliseconds in step.steps.values()]
+        table.add_row(str(step.sequences), *cells, f"{step.draft_pass:.2f}")
+    console.print(table)
+    for kind, error in costs.errors.items():
+        console.print(
+            f"{kind} steps: predicted within {100 * error.median:.0f} % (median of {error.count}); the same step "
+            f"taken again differs by {100 * error.repeatability:.0f} %",
+            highlight=False,
+        )
+
+
 def to_json(report: Report) -> dict[str, Any]:
-    """`facts` by name, and `measured`, null where nothing was."""
+    """`facts` by name; `measured` and `costs`, null where there are none."""
     return {
         "facts": {fact.name: {"value": fact.value, "advice": fact.advice} for fact in report.facts},
         "measured": None if report.measured is None else asdict(report.measured),
+        "costs": None if report.costs is None else asdict(report.costs),
     }

@@ -138,3 +138,19 @@ def test_advice_where_something_is_missing(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_runtimes_by_name(path: str, is_runtime: bool) -> None:
     assert (doctor.OPENMP.search(path) is not None) == is_runtime
+
+
+@needs_compiler
+def test_costs_of_a_model() -> None:
+    costs = as_json("--quick", "--model", "demo", "--draft", "demo")["costs"]
+    assert [step["sequences"] for step in costs["steps"]] == [1, 4, 16, 64]
+    for step in costs["steps"]:
+        without, *drafting = step["steps"].values()
+        assert 0 < without < min(drafting)
+        assert step["draft_pass"] > 0
+    assert costs["errors"].keys() <= {"decode", "verify", "mixed"}
+    assert all(error["count"] > 0 and math.isfinite(error["median"]) for error in costs["errors"].values())
+
+
+def test_without_a_model_no_costs() -> None:
+    assert as_json("--quick")["costs"] is None
