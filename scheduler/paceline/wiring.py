@@ -38,6 +38,7 @@ QUANTIZATIONS = ("none", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFF = "off"
 MAX_DEPTH = 8  # of any request, unless the operator fixes a higher depth for all
+PROFILE_SECONDS = 4.0  # at most, to measure what steps cost
 DEFAULT_MEMORY_SHARE = 0.25  # of the memory that is free at start, for KV
 
 
@@ -168,6 +169,7 @@ def _costs(key: str, runner: ModelRunner, config: SchedulerConfig) -> CostModel:
                 runner,
                 config,
                 draft=Method.DRAFT_MODEL in runner.drafters,
+                seconds=PROFILE_SECONDS,
                 progress=lambda done, total: progress.update(task, completed=done, total=total),
                 clock=time.perf_counter,
             )

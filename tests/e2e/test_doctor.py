@@ -70,7 +70,7 @@ def test_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = [doctor.Linear("int8", rows, 9.0, fraction) for rows, fraction in ((1, 0.81), (4, 0.72), (16, 0.63))]
     measured = doctor.Measured(10.0, 20.0, {"int8": 30.0}, linear)
     facts = [doctor.Fact("a thing", "is so"), doctor.Fact("another", "is not", "make it so")]
-    monkeypatch.setattr(doctor, "examine", lambda quick: doctor.Report(facts, measured))
+    monkeypatch.setattr(doctor, "examine", lambda *options: doctor.Report(facts, measured))
     text = CliRunner().invoke(app, ["doctor"]).output
     for words in ("a thing", "is so", "another: make it so", "20.0 GB/s", "int8 30", "81", "72", "63"):
         assert words in text

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import StepPlan, StepResult, StepRunner
 from paceline.engine import Engine, GenerationRequest
 
@@ -125,7 +125,7 @@ def _request(prompt: str | tuple[int, ...], cell: Cell, depth: int, max_tokens: 
         prompt,
         SamplingParams(temperature=cell.temperature, seed=seed if coupled else None),
         StopParams(max_tokens=max_tokens, ignore_eos=True),
-        SpeculationParams(min_depth=depth, max_depth=depth, verification=cell.rule),
+        SpeculationParams(Method.DRAFT_MODEL, depth, depth, cell.rule),
     )
 
 

@@ -177,7 +177,7 @@ def policy(
         Path | None, typer.Option("--plot", help="Write heat maps to this PNG file; needs paceline[plots].")
     ] = None,
 ) -> None:
-    """Each rule for the depth against the best stationary depths, in simulation: true chances, true prices, no model."""
+    """Each rule for the depth against the best stationary depths, in simulation: true chances and prices, no model."""
     from paceline.bench.policy import measure, parse_rates, parse_ratios, plot, render, to_json
     from paceline.bench.throughput import parse_sizes
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, nll_loss
 
 from paceline.bench.acceptance import Cell, Interval, Recorder
-from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.tokenizer import TransformersTokenizer
 from paceline.models import Model, load_native
@@ -168,7 +168,7 @@ def _complete(
                 prompt,
                 SamplingParams(temperature=cell.temperature),
                 StopParams(max_tokens=max_tokens, ignore_eos=True),
-                SpeculationParams(min_depth=depth, max_depth=depth, verification=cell.rule),
+                SpeculationParams(Method.DRAFT_MODEL, depth, depth, cell.rule),
             )
         )
     while engine.has_work:
