@@ -14,12 +14,12 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from paceline.bench import acceptance, backends, grammar, limits, sampling
+from paceline.bench import acceptance, backends, depth, grammar, limits, sampling, serving, synthetic
 from paceline.bench.limits import Figure, Memory, Passes
 from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
 from paceline.cli import app
-from paceline.core.params import Method, Verification
-from paceline.engine import Engine
+from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument
 from paceline.models import load_model_config
 from paceline.wiring import EngineSettings, build_engine
@@ -107,6 +107,7 @@ def _engine(pair: tuple[Path, Path], backend: str = "auto") -> Engine:
     return build_engine(EngineSettings(model=str(pair[0]), draft=str(pair[1]), dtype="float32", backend=backend))
 
 
+GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = [(5, 6, 7), (8, 9), (10, 11, 12, 13)]
 
 
@@ -243,3 +244,71 @@ def test_bad_options_of_limits(options: list[str], words: str) -> None:
 def test_peak_memory_is_the_systems() -> None:
     known = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     assert limits.peak_memory() == pytest.approx(known, rel=0.05)
+
+
+def test_depth_compares_auto_with_everything_else(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    engine = _engine(pair)
+    policy = engine.scheduler.speculation.policy
+    settings = depth.parse_settings("off,2,auto,realizar", Method.DRAFT_MODEL)
+    cells = depth.measure(engine, PROMPTS, [1, 2], settings, 8, rounds=2, sampling=GREEDY)
+    assert engine.scheduler.speculation.policy is policy
+    assert [(cell.streams, cell.setting.name) for cell in cells] == [
+        (size, name) for size in (1, 2) for name in ("off", "2", "auto", "realizar")
+    ]
+    for cell in cells:
+        assert len(cell.rates) == 2
+        assert min(cell.rates) > 0
+    drafted = {cell.setting.name: max(cell.depths) for cell in cells}
+    assert drafted["off"] == 0
+    assert drafted["2"] > 1
+    assert drafted["realizar"] > 1
+    depth.render(cells, title="a title")
+    assert "auto / best fixed" in capsys.readouterr().out
+
+
+def test_the_best_is_chosen_in_other_rounds_than_it_is_compared_in() -> None:
+    bounds = SpeculationParams()
+    auto = depth.Cell(1, depth.Setting("auto", bounds), rates=[6.0, 1.0, 6.0, 1.0])
+    lucky = depth.Cell(1, depth.Setting("1", bounds), rates=[9.0, 2.0, 9.0, 2.0])
+    steady = depth.Cell(1, depth.Setting("2", bounds), rates=[4.0, 3.0, 4.0, 3.0])
+    best, ratio, half = auto.best_over([lucky, steady])
+    assert best is steady
+    assert (ratio, half) == (1.5, 0.0)
+
+
+def test_copying_and_wild_streams_are_mixed(pair: tuple[Path, Path]) -> None:
+    settings = depth.parse_settings("off,auto", None)
+    cells = depth.measure(_engine(pair), PROMPTS, [2], settings, 6, rounds=1, sampling=None)
+    assert all(len(cell.rates) == 1 for cell in cells)
+
+
+def test_unknown_depths_are_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument, match="depth = 'deep': must be off, auto, a number, or one of"):
+        depth.parse_settings("off,deep", None)
+    with pytest.raises(InvalidArgument, match=r"synthetic = '0.5,2': must be probabilities"):
+        synthetic.parse_rates("0.5,2")
+
+
+def test_synthetic_acceptance_is_as_decreed(pair: tuple[Path, Path]) -> None:
+    engine = _engine(pair)
+    stop = StopParams(max_tokens=13, ignore_eos=True)
+    synthetic.decree(engine, [1.0, 0.0])
+    bounds = SpeculationParams(Method.DRAFT_MODEL, 3, 3)
+    first = engine.add(GenerationRequest((5, 6, 7), GREEDY, stop, bounds))
+    second = engine.add(GenerationRequest((5, 6, 7), GREEDY, stop, bounds))
+    stats = {}
+    while engine.has_work:
+        stats |= {output.request_id: output.stats for output in engine.step() if output.stats is not None}
+    lucky, unlucky = (stats[first], stats[second]) if first % 2 == 0 else (stats[second], stats[first])
+    assert lucky.accepted_tokens == lucky.drafted_tokens > 0
+    assert unlucky.accepted_tokens == 0 < unlucky.drafted_tokens
+
+
+def test_serving_measures_every_way(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    cells = serving.measure(partial(_engine, pair), PROMPTS, [2], parse_depths("off,2"), max_tokens=5, rounds=1)
+    assert [cell.depth for cell in cells] == ["off", "2"]
+    for cell in cells:
+        assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in cell.seconds.values())
+        assert cell.ratio("served") > 0
+    serving.render(cells, title="a title")
+    assert "offline s" in capsys.readouterr().out

@@ -127,6 +127,10 @@ def depth(
     rounds: Rounds = 6,
     dtype: Dtype = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    mixed: Annotated[
+        bool,
+        typer.Option("--mixed", help="Half of the streams copy, half are wild; all depths have the same drafters."),
+    ] = False,
     synthetic: Annotated[
         str | None,
         typer.Option(help="Keep drafts with this probability instead of the models'; several: requests in turn."),
@@ -142,17 +146,19 @@ def depth(
     from paceline_loadtest.prompts import load_prompts
 
     sizes = parse_sizes(concurrency)
-    settings = parse_settings(depths, Method.NGRAM if draft == "ngram" else Method.DRAFT_MODEL)
+    method = Method.NGRAM if draft == "ngram" else Method.DRAFT_MODEL
+    settings = parse_settings(depths, None if mixed else method)
     engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes)))
-    sampling = SamplingParams(temperature=temperature)
-    title = f"{model} with draft {draft}, temperature {temperature}: {max_tokens} tokens a stream, {rounds} rounds"
+    sampling = None if mixed else SamplingParams(temperature=temperature)
+    kind = "copying and wild streams" if mixed else f"temperature {temperature}"
+    title = f"{model} with draft {draft}, {kind}: {max_tokens} tokens a stream, {rounds} rounds"
     if synthetic is not None:
         decree(engine, parse_rates(synthetic))
         title = f"SYNTHETIC ACCEPTANCE {synthetic}: {title}"
     cells = measure(engine, load_prompts(None), sizes, settings, max_tokens, rounds, sampling)
     render(cells, title=title)
     if json_out is not None:
-        described = {"model": model, "draft": draft, "temperature": temperature, "max_tokens": max_tokens}
+        described = {"model": model, "draft": draft, "streams": kind, "max_tokens": max_tokens}
         described["synthetic_acceptance"] = synthetic
         json_out.write_text(json.dumps(to_json(cells, described), indent=2) + "\n")
 

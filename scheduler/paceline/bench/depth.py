@@ -19,6 +19,7 @@ from paceline.core.params import Method, SamplingParams, SpeculationParams
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument
 
+MIXED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.2))  # copying streams and wild ones, in turn
 STUDENT_95 = (12.7, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # two-sided, by degrees of freedom from 1
 
 
@@ -35,8 +36,11 @@ class Setting:
         return self.name == OFF or self.name.isdecimal()
 
 
-def parse_settings(text: str, method: Method) -> list[Setting]:
-    """off, auto, depths, and names of baselines. Raises InvalidArgument."""
+def parse_settings(text: str, method: Method | None) -> list[Setting]:
+    """off, auto, depths, and names of baselines, which draft by `method`; None lets the server choose it, as for auto.
+
+    Raises InvalidArgument.
+    """
     settings = []
     for name in (part.strip() for part in text.split(",")):
         if name in (OFF, "0"):
@@ -78,10 +82,14 @@ def measure(
     settings: Sequence[Setting],
     max_tokens: int,
     rounds: int,
-    sampling: SamplingParams,
+    sampling: SamplingParams | None,
 ) -> list[Cell]:
     """Settings in turn within a round, with the same prompts; other prompts each round. A round before the first is not
     counted: it warms up, and teaches the engine what it is allowed to know of its drafters.
+
+    Args:
+        sampling: of every stream; None for streams of two kinds in turn: greedy ones whose prompt stands twice, so
+            that they tend to copy, and ones at a high temperature.
     """
     encoded = [engine.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
     cells = [Cell(size, setting) for size in sizes for setting in settings]
@@ -91,10 +99,13 @@ def measure(
     for number, cell in track(turns, description="measuring"):
         first = max(0, number) * cell.streams
         streams = [encoded[(first + i) % len(encoded)] for i in range(cell.streams)]
+        if sampling is None:
+            streams = [prompt if i % 2 else 2 * prompt for i, prompt in enumerate(streams)]
         setting = cell.setting
         control.policy = own if setting.make_policy is None else setting.make_policy()
-        prefill, _ = run(engine, streams, 1, setting.bounds, sampling)
-        seconds, stats = run(engine, streams, max_tokens, setting.bounds, sampling)
+        samplings = MIXED if sampling is None else sampling
+        prefill, _ = run(engine, streams, 1, setting.bounds, samplings)
+        seconds, stats = run(engine, streams, max_tokens, setting.bounds, samplings)
         control.policy = own
         if number >= 0:
             tokens = sum(s.completion_tokens for s in stats) - len(streams)

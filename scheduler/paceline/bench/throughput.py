@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -174,13 +175,14 @@ def run(
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
     speculation: SpeculationParams,
-    sampling: SamplingParams,
+    sampling: SamplingParams | Sequence[SamplingParams],
 ) -> tuple[float, list[RequestStats]]:
-    """Complete all prompts together; seconds, and the account of each."""
+    """Complete all prompts together, each with one of the samplings in turn; seconds, and the account of each."""
     stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
+    samplings = [sampling] if isinstance(sampling, SamplingParams) else sampling
     began = time.perf_counter()
-    for token_ids in prompts:
-        engine.add(GenerationRequest(token_ids, sampling, stop, speculation))
+    for token_ids, own in zip(prompts, itertools.cycle(samplings), strict=False):
+        engine.add(GenerationRequest(token_ids, own, stop, speculation))
     stats = []
     while engine.has_work:
         stats += [output.stats for output in engine.step() if output.stats is not None]
