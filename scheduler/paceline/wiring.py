@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from paceline import cost_cache, demo
+from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import AdaptiveDepth, FixedDepth
+from paceline.core.depth import FixedDepth
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from core.harness import CyclingDepth, Harness, percent_right, prompt_of
 from core.workload import costs
+from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from paceline.core.depth import DepthPolicy, FixedDepth
 from paceline.core.params import Method
 from paceline.core.request import Request
 from paceline.errors import ResourceExhausted, Unavailable

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from core.harness import Harness, always, never
+from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from paceline.core.depth import DepthPolicy, FixedDepth
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import SequenceWork
 from paceline.core.request import Request

@@ -7,9 +7,9 @@ import hashlib
 import numpy as np
 
 from core.harness import prompt_of
+from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import AdaptiveDepth
 from paceline.core.params import Method, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl

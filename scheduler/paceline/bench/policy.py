@@ -16,9 +16,10 @@ from rich.table import Table
 
 from paceline.bench.report import FILE_WIDTH
 from paceline.core.acceptance import AcceptanceModel
+from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.baselines import BASELINES
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from paceline.core.depth import DepthPolicy, FixedDepth
 from paceline.errors import InvalidArgument
 from paceline.sim.control import Population, best_stationary, roofline, simulate_control
 

@@ -11,21 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core import depth as depth_module
+from paceline.core import slots
+from paceline.core.adaptive_depth import PROBE_CREDIT, PROBE_SHARE, AdaptiveDepth
 from paceline.core.cost_model import StepShape
-from paceline.core.depth import (
-    NOTHING,
-    PROBE_CREDIT,
-    PROBE_SHARE,
-    AdaptiveDepth,
-    Chosen,
-    DepthCandidate,
-    DepthPolicy,
-    FixedDepth,
-    Offer,
-    Outcome,
-    StepLoad,
-)
+from paceline.core.depth import NOTHING, Chosen, DepthCandidate, DepthPolicy, FixedDepth, Offer, Outcome, StepLoad
 from paceline.core.params import Method
 
 MODEL, NGRAM = Method.DRAFT_MODEL, Method.NGRAM
@@ -170,7 +159,7 @@ few_or_many = pytest.mark.parametrize("few_slots", [0, 10**6])
 @few_or_many
 def test_the_choice_is_the_best_of_all(few_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification on any stairs, a pass of any constant and any share for each sequence; both ways to search."""
-    monkeypatch.setattr(depth_module, "FEW_SLOTS", few_slots)
+    monkeypatch.setattr(slots, "FEW_SLOTS", few_slots)
     generator = np.random.default_rng(0)
     for _ in range(300):
         stairs = 1.0 + np.cumsum(generator.uniform(0.0, 0.6, 20) * (generator.uniform(size=20) < 0.4))
@@ -190,7 +179,7 @@ def test_the_choice_is_the_best_of_all(few_slots: int, monkeypatch: pytest.Monke
 @few_or_many
 def test_of_two_offers_the_better_is_taken(few_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of methods too, where a row costs the same wherever it comes."""
-    monkeypatch.setattr(depth_module, "FEW_SLOTS", few_slots)
+    monkeypatch.setattr(slots, "FEW_SLOTS", few_slots)
     generator = np.random.default_rng(0)
     for _ in range(150):
         per_row, constant, share = generator.uniform(0.0, 0.4, 3)
@@ -317,7 +306,7 @@ def any_candidate(draw: st.DrawFn, request_id: int) -> DepthCandidate:
 def test_bounds_and_budget_are_kept_over_many_steps(data: st.DataObject, budget: int, few: int) -> None:
     policy = adaptive(Costs(per_draft_row=0.01))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(depth_module, "FEW_SLOTS", few)
+        patch.setattr(slots, "FEW_SLOTS", few)
         for _ in range(6):
             ids = data.draw(st.lists(st.integers(0, 9), unique=True, min_size=1, max_size=6))
             candidates = [data.draw(any_candidate(request_id)) for request_id in ids]

@@ -1,0 +1,321 @@
+"""How deep each request drafts in the next step: as deep as the drafts pay for the time they take.
+
+A draft slot is worth the probability that it is kept; it costs the seconds by which it lengthens the step, at the rate
+at which seconds earn tokens. What may be known here is history alone, never a drawn draft: that would bias sampled
+output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.cost_model import CostModel
+from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, Outcome, StepLoad, within_bounds
+from paceline.core.params import Method
+from paceline.core.slots import BestSlots, SlotProblem
+
+MAX_DEPTH = 8
+DWELL = 4  # steps between two decisions
+HYSTERESIS = 0.03  # of a step's worth, which a change of depth must bring
+EARNINGS_DECAY = 0.5 ** (1 / 16)  # per step
+SHORTEST = 1e-9  # seconds that any step takes
+OUTLIER = 3.0  # times the predicted duration: no step counts for more
+PROBE_SHARE = 0.01  # of all step time, the most that probes may take
+PROBE_CREDIT = 8.0  # steps' worth to begin with: a mistake about an unknown drafter would last
+PROBE_SAVINGS = 512  # steps for which an unused share is kept
+PROBE_INTERVAL = 32  # steps without drafts before a request's first probe
+MAX_PROBE_INTERVAL = 512
+PROBE_SPREAD = 317  # times the request's id, modulo its interval: neighbours far apart
+PROBE_STRETCH = 0.25  # of a step: no probe joins where probes make it longer by more
+DEEPER_INTERVAL = 32  # steps between probes one deeper than the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The last choice in numbers, for statistics.
+
+    Attributes:
+        depth: the deepest of all.
+        slots: draft slots, all requests.
+        price_of_time: tokens that a second is worth.
+        rate: expected tokens per second of the step.
+        predicted_seconds: the step's duration.
+    """
+
+    depth: int = 0
+    slots: int = 0
+    price_of_time: float = 0.0
+    rate: float = 0.0
+    predicted_seconds: float = 0.0
+
+
+class AdaptiveDepth:
+    """Each request as deep as its drafts pay, under one price of time and one number of draft passes for all.
+
+    With the price of time equal to the rate that the optimum earns, the most of tokens - price * duration is the most
+    of tokens / duration (Dinkelbach 1967). So the price is what was lately earned, beside prompt chunks too, where the
+    ratio of a single step would buy slots too cheaply.
+
+    A decision stands for `DWELL` steps unless the load changes. The number of passes changes once what was missed by
+    keeping it adds up to `HYSTERESIS`. Requests that do not draft, and one position more than anyone drafts, are probed
+    now and then, for at most `PROBE_SHARE` of the time.
+    """
+
+    def __init__(self, costs: CostModel, *, max_depth: int = MAX_DEPTH) -> None:
+        self.costs = costs
+        self.max_depth = max_depth
+        self.last = Decision()
+        # Per step, lately: tokens per sequence, and duration over that of the same decodes without drafts and prompts.
+        self._earned = 1.0
+        self._spent = 1.0
+        self._num_steps = 0
+        self._decided_at = -DWELL
+        self._decided_for = (StepLoad(0, 0, 0, 0), 0.0)  # with the price of a slot
+        self._num_passes = 0
+        self._missed = math.inf  # by keeping them, relative to what a step is worth; there is nothing to keep yet
+        self._slot_prices: dict[Method, float] = {}  # tokens, as of the last decision
+        self._chosen: dict[int, Chosen] = {}  # by request, since the last decision
+        self._probe_seconds = 0.0  # saved, not yet spent
+        self._num_probes = 0
+        self._probe_intervals: dict[int, int] = {}  # of requests whose probes changed nothing so far
+
+    def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
+        if not candidates:
+            return []
+        self._num_steps += 1
+        step = None
+        if not self._is_due(load, slot_price):
+            step = _Step(candidates, [self._kept(candidate) for candidate in candidates], load, self.costs)
+        if step is None or step.slots + step.catch_up > load.budget:
+            step = _Step(candidates, self._decide(candidates, load, slot_price), load, self.costs)
+        deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
+        self.last = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
+        self._probe(step, slot_price / second)
+        return step.chosen
+
+    def observe(self, outcome: Outcome) -> None:
+        """Move the price of time. A step without decodes says nothing of it."""
+        decodes = len(outcome.drafts)
+        if not decodes:
+            return
+        seconds = min(outcome.seconds, OUTLIER * self.costs.step(outcome.shape))
+        plain = self.costs.target(decodes, outcome.shape.context, decodes)
+        self._earned += (1 - EARNINGS_DECAY) * (outcome.emitted / decodes - self._earned)
+        self._spent += (1 - EARNINGS_DECAY) * (seconds / max(plain, SHORTEST) - self._spent)
+
+    def forget(self, request_id: int) -> None:
+        self._chosen.pop(request_id, None)
+        self._probe_intervals.pop(request_id, None)
+
+    def _price_of_time(self, load: StepLoad) -> float:
+        """Tokens per second: what these sequences earn without drafts, times what drafts and prompts lately made of it.
+
+        That factor depends little on the number of sequences, so the price follows a change of load at once.
+        """
+        plain = self.costs.target(load.sampling, load.context, load.sampling)
+        return self._earned / self._spent * load.sampling / max(plain, SHORTEST)
+
+    # -- between decisions ---------------------------------------------------------------------------------------------
+
+    def _is_due(self, load: StepLoad, slot_price: float) -> bool:
+        """The last decision is old, or was made for another load."""
+        before, price_before = self._decided_for
+        return (
+            self._num_steps - self._decided_at >= DWELL
+            or 8 * abs(load.rows - before.rows) > before.rows
+            or 8 * abs(load.sampling - before.sampling) > before.sampling
+            or abs(slot_price - price_before) > 0.1
+        )
+
+    def _kept(self, candidate: DepthCandidate) -> Chosen:
+        """The last decision for a request, as far as today's bounds and offers allow it."""
+        before = self._chosen.get(candidate.request_id)
+        if before is None:
+            before = self._chosen[candidate.request_id] = self._alone(candidate)
+        for offer in candidate.offers:
+            if offer.method is before.method:
+                return within_bounds(candidate, offer, before.depth)
+        return within_bounds(candidate, candidate.offers[0], 0)
+
+    def _alone(self, candidate: DepthCandidate) -> Chosen:
+        """The best for one new request at the prices of the last decision, within its number of passes."""
+        best, best_gain = NOTHING, -math.inf
+        for offer in candidate.offers:
+            price = self._slot_prices[offer.method]
+            limit = self._num_passes if offer.method is Method.DRAFT_MODEL else self.max_depth
+            depth = sum(survival > price for survival in offer.survivals[:limit])
+            choice = within_bounds(candidate, offer, depth)
+            gain = sum(offer.survivals[: choice.depth]) - price * choice.depth
+            if gain > best_gain:
+                best, best_gain = choice, gain
+        return best
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    def _decide(self, candidates: Sequence[DepthCandidate], load: StepLoad, slot_price: float) -> list[Chosen]:
+        problem = SlotProblem(candidates, load, self.costs, self._price_of_time(load), slot_price, self.max_depth)
+        best = self._change_passes(problem.solve(), problem.second)
+        chosen = problem.chosen(best, len(candidates))
+        self._slot_prices = problem.slot_prices(best)
+        self._decided_at, self._decided_for = self._num_steps, (load, slot_price)
+        self._chosen = {}
+        for candidate, choice in zip(candidates, chosen, strict=True):
+            self._chosen[candidate.request_id] = choice
+            if choice.depth:
+                self._probe_intervals.pop(candidate.request_id, None)
+        return chosen
+
+    def _change_passes(self, solutions: Sequence[BestSlots], second: float) -> BestSlots:
+        """Decide on the number of passes, given the best for each.
+
+        The better one is not taken at once if it is hardly better: the estimates behind it are noisy.
+        """
+        best = max(solutions, key=lambda solution: (solution.asked, solution.value))
+        current = solutions[min(self._num_passes, len(solutions) - 1)]
+        if best is not current:
+            if current.asked == best.asked:
+                self._missed += (best.value - current.value) / (second * best.seconds)
+                if self._missed <= HYSTERESIS:
+                    return current
+            self._num_passes = best.passes
+        self._missed = 0.0
+        return best
+
+    # -- probes --------------------------------------------------------------------------------------------------------
+
+    def _probe(self, step: _Step, slot_seconds: float) -> None:
+        """Add drafts that the decision leaves out, to learn from them, while the time set aside for that lasts.
+
+        Args:
+            slot_seconds: what a slot costs besides its time, in time.
+        """
+        if self._num_steps == 1:
+            self._probe_seconds = PROBE_CREDIT * step.seconds
+        share = PROBE_SHARE * step.seconds
+        self._probe_seconds = min(self._probe_seconds + share, PROBE_SAVINGS * share)
+        before = self._probe_seconds
+        for wait, index in self._waiting(step):
+            # Where a draft pass is paid for, those that have waited for half their time come along, a few at once.
+            spent = before - self._probe_seconds
+            if (wait < 1.0 and not spent) or spent > PROBE_STRETCH * step.seconds:
+                break
+            candidate = step.candidates[index]
+            if self._pay(step, slot_seconds, index, max(candidate.offers, key=lambda offer: offer.survivals[0])):
+                interval = self._probe_interval(candidate)
+                self._probe_intervals[candidate.request_id] = min(2 * interval, MAX_PROBE_INTERVAL)
+                self._num_probes += 1
+        if self._num_steps % DEEPER_INTERVAL == 0:
+            self._probe_deeper(step, slot_seconds)
+
+    def _waiting(self, step: _Step) -> list[tuple[float, int]]:
+        """Requests that have not drafted for half of their interval or more, the longest first: how much of it has
+        passed, and the index.
+
+        Intervals differ by request, so that those which began together do not probe together.
+        """
+        waiting = []
+        for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen, strict=True)):
+            if choice.depth or not candidate.highest:
+                continue
+            interval = self._probe_interval(candidate)
+            passed = candidate.steps_without_drafts / (interval + candidate.request_id * PROBE_SPREAD % interval)
+            if passed >= 0.5:
+                waiting.append((passed, index))
+        return sorted(waiting, reverse=True)
+
+    def _probe_interval(self, candidate: DepthCandidate) -> int:
+        """Short while little is known of any request: a draft model that is left behind is dear to try again."""
+        first = min(PROBE_INTERVAL, 1 + self._num_probes)
+        return self._probe_intervals.get(candidate.request_id, first)
+
+    def _probe_deeper(self, step: _Step, slot_seconds: float) -> None:
+        """Let one of the deepest requests draft one more, each time another."""
+        deepest = [
+            (index, offer)
+            for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen, strict=True))
+            for offer in candidate.offers
+            if offer.method is choice.method
+            and choice.depth == self.last.depth < min(candidate.highest, len(offer.survivals), self.max_depth)
+        ]
+        if deepest:
+            self._pay(step, slot_seconds, *deepest[self._num_steps // DEEPER_INTERVAL % len(deepest)])
+
+    def _pay(self, step: _Step, slot_seconds: float, index: int, offer: Offer) -> bool:
+        """Draft one more by this offer if there are rows and savings for it."""
+        seconds = step.seconds_of_one_more(index, offer) + slot_seconds
+        if seconds > self._probe_seconds:
+            return False
+        self._probe_seconds -= seconds
+        step.draft_one_more(index, offer)
+        return True
+
+
+class _Step:
+    """A choice, what it costs and what it brings.
+
+    Attributes:
+        slots, catch_up: rows for drafts, and rows that the draft model reads before.
+        tokens: expected, all sequences.
+        seconds: predicted.
+    """
+
+    def __init__(
+        self, candidates: Sequence[DepthCandidate], chosen: list[Chosen], load: StepLoad, costs: CostModel
+    ) -> None:
+        self.candidates = candidates
+        self.chosen = chosen
+        self.load = load
+        self.costs = costs
+        self.slots = 0
+        self.catch_up = 0
+        self.tokens = float(load.sampling)
+        self._passes: list[int] = []  # sequences in each
+        for candidate, choice in zip(candidates, chosen, strict=True):
+            for offer in candidate.offers:
+                if offer.method is choice.method:
+                    self.tokens += sum(offer.survivals[: choice.depth])
+                    self._book(offer, 0, choice.depth)
+        self.seconds = self._predict()
+
+    def seconds_of_one_more(self, index: int, offer: Offer) -> float:
+        """By how much one more draft of a request makes the step longer; infinite if there is no row for it."""
+        depth = self.chosen[index].depth
+        catch_up = offer.catch_up if depth == 0 else 0
+        if self.slots + self.catch_up + 1 + catch_up > self.load.budget:
+            return math.inf
+        before, after = self.costs.targets(self.load.rows + self.slots, 1, self.load.context).tolist()
+        seconds: float = after - before
+        if offer.method is Method.DRAFT_MODEL:
+            count = self._passes[depth] if depth < len(self._passes) else 0
+            by_count = self.costs.draft_passes(count + 1) if depth else self.costs.first_passes(count + 1)
+            seconds += by_count.item(count + 1) - by_count.item(count) + self.costs.draft_rows(catch_up)
+        return seconds
+
+    def draft_one_more(self, index: int, offer: Offer) -> None:
+        depth = self.chosen[index].depth
+        self.chosen[index] = Chosen(offer.method, depth + 1)
+        self._book(offer, depth, depth + 1)
+
+    def _book(self, offer: Offer, before: int, after: int) -> None:
+        """Let a request draft by `after` instead of `before`."""
+        self.slots += after - before
+        if offer.method is not Method.DRAFT_MODEL:
+            return
+        if before == 0:
+            self.catch_up += offer.catch_up
+        for position in range(before, after):
+            if position == len(self._passes):
+                self._passes.append(0)
+            self._passes[position] += 1
+
+    def _predict(self) -> float:
+        costs = self.costs
+        seconds = costs.target(self.load.rows + self.slots, self.load.context, self.load.sampling)
+        if self._passes:
+            first, *later = self._passes
+            by_count = costs.draft_passes(first)
+            seconds += costs.first_passes(first).item(first) + costs.draft_rows(self.catch_up)
+            seconds += sum(by_count.item(count) for count in later)
+        return max(seconds, SHORTEST)
