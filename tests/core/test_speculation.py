@@ -227,3 +227,13 @@ def test_a_draft_model_reads_prompts_only_while_it_drafts() -> None:
     bench.drain()
     read = [sum(work.draft_catch_up for work in bench.works(request)) for request in (first, second)]
     assert read == [40, 0]
+
+
+def test_a_draft_model_that_is_far_behind_catches_up_in_parts() -> None:
+    """More than a step has rows for: it must not be left behind for good."""
+    bench = Bench(AdaptiveDepth(costs()), max_num_seqs=4, max_num_batched_tokens=12)
+    bench.control.model_drafts = False  # so that it does not read along with the prompt
+    request = bench.add(100, max_tokens=60)
+    bench.drain()
+    assert [work.num_drafts for work in bench.works(request)][-3] > 0
+    assert request.counts.accepted > 0

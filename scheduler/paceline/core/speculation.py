@@ -59,7 +59,8 @@ class SpeculationControl:
         Args:
             requests: with the highest depth by each method that the request may use, none of them 0.
         """
-        chosen = self.policy.choose([self._candidate(request, highest) for request, highest in requests], load)
+        candidates = [self._candidate(request, highest, load.budget) for request, highest in requests]
+        chosen = self.policy.choose(candidates, load)
         if any(Method.DRAFT_MODEL in highest for _, highest in requests):
             self.model_drafts = any(choice.method is Method.DRAFT_MODEL for choice in chosen)
         # The bounds of a candidate are those of its farthest offer.
@@ -68,13 +69,15 @@ class SpeculationControl:
             for choice, (_, highest) in zip(chosen, requests, strict=True)
         ]
 
-    def _candidate(self, request: Request, highest: Mapping[Method, int]) -> DepthCandidate:
+    def _candidate(self, request: Request, highest: Mapping[Method, int], budget: int) -> DepthCandidate:
+        # The newest token is read by the first pass anyway. What does not fit a step is read in parts, of which the
+        # first is offered here; the scheduler grants no drafts before the last.
+        catch_up = min(max(0, request.draft_gap - 1), budget // 2)
         offers = tuple(
             Offer(
                 method,
                 self._acceptance(request, method).survivals(request.tenant, request.residuals[method], depth),
-                # Beside the newest token, which the first pass reads anyway.
-                max(0, request.draft_gap - 1) if method is Method.DRAFT_MODEL else 0,
+                catch_up if method is Method.DRAFT_MODEL else 0,
             )
             for method, depth in highest.items()
         )
