@@ -5,6 +5,7 @@ Each takes the first offer, and learns from outcomes alone.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ START = 4
 MAX_DEPTH = 8
 
 
-class _PerRequest:
+class _PerRequest(ABC):
     """A depth for each request, moved by that request's steps."""
 
     def __init__(self, start: int) -> None:
@@ -33,9 +34,9 @@ class _PerRequest:
     def forget(self, request_id: int) -> None:
         self._depths.pop(request_id, None)
 
+    @abstractmethod
     def _moved(self, request_id: int, depth: int, drafted: int, accepted: int) -> int:
         """The depth after a step that verified `drafted` drafts and kept `accepted` of them."""
-        raise NotImplementedError
 
 
 class RateThresholds(_PerRequest):

@@ -32,6 +32,7 @@ class SpeculationControl:
     sampled output.
 
     Args:
+        policy: chooses depths; it is told every outcome.
         costs: by which seconds saved and seconds spent on rejected drafts are told; None tells none.
     """
 
