@@ -96,6 +96,8 @@ def engine_settings(
     depth: Annotated[
         str, typer.Option(metavar="auto|off|N", help="Draft tokens per step: chosen, none, or N.")
     ] = "auto",
+    min_depth: Annotated[int, typer.Option(metavar="N", help="Lowest depth, unless a request asks for less.")] = 0,
+    max_depth: Annotated[int | None, typer.Option(metavar="N", help="Highest depth of any request (8).")] = None,
     backend: Annotated[
         str, typer.Option(metavar="auto|native|torch", help="What computes: code compiled for this CPU, or torch.")
     ] = "auto",
@@ -122,6 +124,8 @@ def engine_settings(
         block_size=block_size,
         seed=seed,
         depth=depth,
+        min_depth=min_depth,
+        max_depth=max_depth,
         backend=backend,
         quantization=quantization,
         draft_quantization=draft_quantization,

@@ -28,6 +28,7 @@ from paceline.core.params import (
 )
 from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
+from paceline.core.speculation_report import SpeculationReport
 from paceline.engine.delta import Output, PromptLogprobs
 from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
@@ -170,6 +171,10 @@ class LLM:
         """
         requests = [build_request(p, self.engine.default_sampling, options) for p in _as_list(prompts)]
         return self.complete(requests, on_text or (lambda index, text: None), on_finish or (lambda index: None))
+
+    def speculation_report(self) -> SpeculationReport:
+        """What speculation has brought so far, and what is expected of each drafter and tenant."""
+        return self.engine.scheduler.speculation_report()
 
     def complete(
         self,

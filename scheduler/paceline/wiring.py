@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,11 +14,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from paceline import cost_cache, demo
-from paceline.core.adaptive_depth import AdaptiveDepth
+from paceline.core.adaptive_depth import MAX_DEPTH, AdaptiveDepth
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import FixedDepth
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import Method, SamplingParams, SpeculationBounds, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.engine import Engine, GenerationRequest
@@ -38,8 +39,7 @@ BACKENDS = ("auto", "native", "torch")
 QUANTIZATIONS = ("none", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFF = "off"
-MAX_DEPTH = 8  # of any request, unless the operator fixes a higher depth for all
-PROFILE_SECONDS = 4.0  # at most, to measure what steps cost
+PROFILE_SECONDS = 16.0  # at most, to measure what steps cost
 DEFAULT_MEMORY_SHARE = 0.25  # of the memory that is free at start, for KV
 
 
@@ -53,6 +53,9 @@ class EngineSettings:
         dtype: "auto", "float32" or "bfloat16".
         kv_cache_memory: bytes for target and draft KV together.
         depth: "auto", "off", or a number of drafts for every request.
+        min_depth: lowest depth of a request that does not ask for less.
+        max_depth: highest depth of any request; None takes MAX_DEPTH, or `depth` if that is higher. 0 is off.
+        tenant_speculation: closer bounds by tenant; who is not named has those of the server.
         backend: "auto", "native" (compiled here, CPUs only) or "torch"; auto is native where that can be.
         quantization, draft_quantization: of the weights of target and draft, "none" or "int8".
         threads: that compute; None takes torch's number.
@@ -71,6 +74,9 @@ class EngineSettings:
     block_size: int = 16
     seed: int = 0
     depth: str = "auto"
+    min_depth: int = 0
+    max_depth: int | None = None
+    tenant_speculation: Mapping[str, SpeculationBounds] = field(default_factory=dict, hash=False)
     backend: str = "auto"
     quantization: str = "none"
     draft_quantization: str = "none"
@@ -95,14 +101,14 @@ def build_engine(settings: EngineSettings) -> Engine:
     _set_threads(settings.threads)
     dtype = _choose_dtype(settings.dtype, device)
     native = _choose_native(settings, device)
+    method, depth, max_depth = _speculation(settings)
     model_path = _model_path(settings.model)
-    draft_path = None if settings.depth == OFF else _draft_path(settings.draft)
+    draft_path = None if max_depth == 0 else _draft_path(settings.draft)
     config = load_model_config(model_path)
     draft_config = None if draft_path is None else load_model_config(draft_path)
     tokenizer = load_tokenizer(model_path)
     if draft_config is not None and draft_path is not None:
         _check_pair(settings, config, draft_config, tokenizer.get_vocab(), load_tokenizer(draft_path).get_vocab())
-    method, depth = _speculation(settings)
     max_model_len = _choose_max_model_len(settings, config)
     num_blocks = _choose_num_blocks(settings, config, draft_config, max_model_len, dtype, device, native)
     scheduler_config = SchedulerConfig(
@@ -111,7 +117,8 @@ def build_engine(settings: EngineSettings) -> Engine:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=max_model_len,
-        max_depth=0 if settings.depth == OFF else max(depth or 0, MAX_DEPTH),
+        min_depth=settings.min_depth,
+        max_depth=max_depth,
         method=method,
         hybrid=depth is None,
         eos_token_ids=config.eos_token_ids,
@@ -123,7 +130,7 @@ def build_engine(settings: EngineSettings) -> Engine:
 
     target = load(model_path, settings.quantization)
     ngram = Ngram()
-    drafters: dict[Method, Drafter] = {} if settings.depth == OFF else {Method.NGRAM: ngram}
+    drafters: dict[Method, Drafter] = {} if max_depth == 0 else {Method.NGRAM: ngram}
     if draft_path is not None and draft_config is not None:
         draft = load(draft_path, settings.draft_quantization)
         drafters[Method.DRAFT_MODEL] = DraftModel(draft, KVCache(draft, num_blocks, settings.block_size), settings.seed)
@@ -155,7 +162,9 @@ def build_engine(settings: EngineSettings) -> Engine:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         )
         costs = _costs(key, runner, scheduler_config)
-        engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=MAX_DEPTH), costs)
+        engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=max_depth), costs)
+    # After the warm-up, whose requests are no tenant's.
+    engine.scheduler.tenant_speculation = settings.tenant_speculation
     return engine
 
 
@@ -203,9 +212,9 @@ def _choose_native(settings: EngineSettings, device: torch.device) -> bool:
     """Whether the native backend computes. What only it can do is refused where it cannot run."""
     if settings.backend not in BACKENDS:
         raise InvalidArgument("backend", settings.backend, ", ".join(BACKENDS))
-    for field in ("quantization", "draft_quantization"):
-        if getattr(settings, field) not in QUANTIZATIONS:
-            raise InvalidArgument(field, getattr(settings, field), " or ".join(QUANTIZATIONS))
+    for option in ("quantization", "draft_quantization"):
+        if getattr(settings, option) not in QUANTIZATIONS:
+            raise InvalidArgument(option, getattr(settings, option), " or ".join(QUANTIZATIONS))
     if settings.backend == "torch":
         obstacle: str | None = "backend = torch"
     elif device.type != "cpu":
@@ -238,16 +247,23 @@ def _draft_path(name: str) -> Path | None:
     return demo.DRAFT if name == "demo" else Path(name)
 
 
-def _speculation(settings: EngineSettings) -> tuple[Method, int | None]:
-    """Who drafts unless a request says otherwise, and how deep: None leaves it to the policy."""
-    method = {"none": Method.NONE, "ngram": Method.NGRAM}.get(settings.draft, Method.DRAFT_MODEL)
-    if settings.depth == "auto":
-        return method, None
+def _speculation(settings: EngineSettings) -> tuple[Method, int | None, int]:
+    """Who drafts unless a request says otherwise, how deep, None leaving it to the policy, and how deep at most: with 0
+    nobody drafts.
+    """
     if settings.depth == OFF:
-        return Method.NONE, 0
-    if not settings.depth.isdecimal():
+        return Method.NONE, 0, 0
+    if settings.depth != "auto" and not settings.depth.isdecimal():
         raise InvalidArgument("depth", settings.depth, "auto, off or an integer >= 0")
-    return method, int(settings.depth)
+    depth = None if settings.depth == "auto" else int(settings.depth)
+    max_depth = max(depth or 0, MAX_DEPTH) if settings.max_depth is None else settings.max_depth
+    if depth is not None and not settings.min_depth <= depth <= max_depth:
+        allowed = f"between min_depth ({settings.min_depth}) and max_depth ({max_depth})"
+        raise InvalidArgument("depth", settings.depth, allowed)
+    if max_depth == 0:
+        return Method.NONE, 0, 0
+    method = {"none": Method.NONE, "ngram": Method.NGRAM}.get(settings.draft, Method.DRAFT_MODEL)
+    return method, depth, max_depth
 
 
 def _check_pair(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, FixedDepth, Outcome, StepLoad, within_bounds
+from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, FixedDepth, StepLoad, within_bounds
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import Admission, FinishReason, SequenceResult, SequenceWork, StepPlan
 from paceline.core.request import Request, RequestOutput, RequestStatus
@@ -50,7 +50,7 @@ def percent_right(percent: int, salt: int = 0) -> Callable[[int, int], bool]:
 
 
 @dataclass(slots=True)
-class CyclingDepth:
+class CyclingDepth(DepthPolicy):
     """Depths from a list, over and over, the same for every candidate of a step; and offers in turn."""
 
     depths: tuple[int, ...]
@@ -60,12 +60,6 @@ class CyclingDepth:
         depth = self.depths[self.calls % len(self.depths)]
         self.calls += 1
         return [within_bounds(c, c.offers[self.calls % len(c.offers)], depth) for c in candidates]
-
-    def observe(self, outcome: Outcome) -> None:
-        pass
-
-    def forget(self, request_id: int) -> None:
-        pass
 
 
 def expected_end(request: Request, config: SchedulerConfig) -> tuple[list[int], FinishReason]:

@@ -9,7 +9,7 @@ import pytest
 from core.harness import Harness, always, never
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
-from paceline.core.cost_model import CostModel
+from paceline.core.cost_model import CostModel, StepShape
 from paceline.core.depth import DepthPolicy, FixedDepth
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import SequenceWork
@@ -147,7 +147,7 @@ def test_a_request_starts_from_its_tenants_estimate() -> None:
     for number in range(12):
         bench.add_for(("good", "bad")[number % 2])
     bench.drain()
-    assert survival(bench, "good") > 0.85
+    assert survival(bench, "good") > 0.8
     assert survival(bench, "bad") < 0.3
 
 
@@ -195,6 +195,14 @@ def test_the_better_drafter_is_taken(
     assert late.count(expected) > 0.9 * len(late)
 
 
+def test_a_lowest_depth_is_kept_by_the_draft_model() -> None:
+    """n-grams may have nothing to propose, however well they were expected to do."""
+    bench = Bench(AdaptiveDepth(costs()), never, always, hybrid=True)
+    request = bench.add(5, max_tokens=100, min_depth=2)
+    bench.drain()
+    assert set(methods_of(bench, request)) == {Method.DRAFT_MODEL}
+
+
 def test_a_request_changes_its_drafter_as_its_text_changes() -> None:
     def early(request_id: int, position: int) -> bool:
         return position < 300
@@ -237,3 +245,41 @@ def test_a_draft_model_that_is_far_behind_catches_up_in_parts() -> None:
     bench.drain()
     assert [work.num_drafts for work in bench.works(request)][-3] > 0
     assert request.counts.accepted > 0
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_has_the_ended_and_the_live() -> None:
+    bench = Bench(AdaptiveDepth(costs()), right=lambda request_id, position: request_id % 2 == 0)
+    ended, lasting = bench.add_for("good", 40), bench.add_for("bad", 400)
+    while 0 in bench.scheduler.requests:
+        bench.step()
+    report = bench.control.report(bench.scheduler.requests.values())
+    assert report.decision is not None
+    assert report.decision.price_of_time > 0
+    assert report.requests.keys() == {lasting.request_id}
+    assert report.requests[1].acceptance[Method.DRAFT_MODEL] < 0.3
+    assert report.totals.emitted == ended.counts.emitted + lasting.counts.emitted
+    assert bench.control.totals.emitted == ended.counts.emitted, "asking changes nothing"
+    drafter = report.drafters[Method.DRAFT_MODEL, Verification.GREEDY]
+    assert len(drafter.acceptance) == len(drafter.counts.drafted_by_position)
+    acceptance = {
+        name: tenant.acceptance[Method.DRAFT_MODEL, Verification.GREEDY] for name, tenant in report.tenants.items()
+    }
+    assert acceptance["good"] > acceptance["bad"]
+    assert sum(tenant.counts.accepted for tenant in report.tenants.values()) == report.totals.accepted
+
+
+def test_what_is_saved_is_checked_by_steps_without_drafts() -> None:
+    """Which take twice as long here as the model says, until it has learned better."""
+    bench = Bench(FixedDepth(3))
+    bench.add(5, max_tokens=9)
+    bench.drain()
+    assert bench.control.report([]).checked_saved_seconds is None
+    control = bench.control
+    assert control.costs is not None
+    control.costs.observe(StepShape(1, 0), 0.0, 21.0)
+    report = control.report([])
+    gained = report.totals.gained_seconds
+    assert report.checked_saved_seconds == pytest.approx(2 * gained - report.totals.spent_seconds)

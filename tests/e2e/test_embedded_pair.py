@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline import demo
-from paceline.core.params import SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.demo.widen import widen
 from paceline.engine import ChatMessage, GenerationRequest
 from paceline.models import load_model_config
@@ -56,7 +56,7 @@ def test_the_draft_agrees_with_the_target() -> None:
                 prompt,
                 SamplingParams(temperature=0.0),
                 StopParams(max_tokens=48, ignore_eos=True),
-                SpeculationParams(min_depth=1, max_depth=1),
+                SpeculationParams(Method.DRAFT_MODEL, min_depth=1, max_depth=1),
             )
         )
     drafted = accepted = 0

@@ -268,7 +268,7 @@ def test_chi_square(
     assert {name: p for name, p in found.items() if p <= SMALLEST_P} == {}
 
 
-class DepthByHistory:
+class DepthByHistory(DepthPolicy):
     """Other depths in every step, and from request to request: by how many drafts each had accepted before, its id, and
     the number of the step.
     """

@@ -169,3 +169,13 @@ def test_a_step_that_fails_is_raised_and_the_engine_is_dead() -> None:
         llm.generate([[1], [2]], max_tokens=50)
     with pytest.raises(EngineDead):
         llm.generate([1], max_tokens=5)
+
+
+def test_what_speculation_does_is_told() -> None:
+    llm = LLM("demo", "demo", depth="2")
+    llm.generate(["def add(a, b):", "class A:"], max_tokens=12, temperature=0.0)
+    report = llm.speculation_report()
+    assert report.totals.emitted == 22
+    assert report.totals.depths[2] > 0
+    assert set(report.tenants) == {""}
+    assert not report.requests

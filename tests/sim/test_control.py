@@ -17,7 +17,7 @@ import pytest
 from paceline.bench.policy import ADAPTIVE, Score, measure, missed, parse_rates, parse_ratios, plot, render, to_json
 from paceline.core.acceptance import AcceptanceModel, Residual
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import Chosen, DepthCandidate, FixedDepth, Outcome, StepLoad
+from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, FixedDepth, Outcome, StepLoad
 from paceline.core.params import Method
 from paceline.errors import InvalidArgument
 from paceline.sim.control import Population, best_stationary, roofline, simulate_control
@@ -30,7 +30,7 @@ def alike(size: int, rate: float, highest: int = 4, tokens: int | None = None) -
 
 
 @dataclass
-class Script:
+class Script(DepthPolicy):
     """Depths by step, the same for all within their bounds; remembers all that it is told."""
 
     depths: Sequence[int]
@@ -184,14 +184,11 @@ def test_the_best_depths_earn_the_best_rate(pass_seconds: tuple[float, float]) -
     those depths earn what the search says.
     """
 
-    class Best:
+    class Best(DepthPolicy):
         def choose(
             self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0
         ) -> list[Chosen]:
             return [Chosen(Method.DRAFT_MODEL, depth) for depth in best.depths]
-
-        def observe(self, outcome: Outcome) -> None: ...
-        def forget(self, request_id: int) -> None: ...
 
     population = Population(6, ((0.9,) * 8, (0.4,) * 8))
     costs = CostModel([1, 16, 32], [1.0, 1.0, 2.0], sequences=[1, 8], pass_seconds=pass_seconds)
@@ -208,7 +205,16 @@ def test_deep_drafts_lose_where_rows_are_dear() -> None:
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "size", "ratio"), [((0.8,), 1, 0.05), ((0.3,), 4, 0.4), ((0.9,), 16, 0.1), ((0.3, 0.9), 16, 0.05)]
+    ("acceptance", "size", "ratio"),
+    [
+        ((0.8,), 1, 0.05),
+        ((0.3,), 4, 0.4),
+        ((0.9,), 16, 0.1),
+        ((0.3, 0.9), 16, 0.05),
+        ((0.5,), 4, 0.4),
+        ((0.8,), 16, 0.4),
+        ((0.9,), 16, 0.2),
+    ],
 )
 def test_the_adaptive_rule_is_near_the_best_and_never_far_below_off(
     acceptance: tuple[float, ...], size: int, ratio: float

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import paceline_kernels as ops
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad, within_bounds
+from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, StepLoad, within_bounds
 from paceline.core.params import (
     Constraints,
     Method,
@@ -49,7 +49,7 @@ TOLERANCE = 1e-4  # of logits, between us and transformers
 DRAWN = (Verification.TOKEN_WISE, Verification.BLOCK)
 
 
-class Cycle:
+class Cycle(DepthPolicy):
     """Depths in turn, 0 among them, so that the draft model falls behind and has to catch up."""
 
     def __init__(self, *depths: int) -> None:
@@ -57,12 +57,6 @@ class Cycle:
 
     def choose(self, candidates: Seq[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         return [within_bounds(candidate, candidate.offers[0], next(self._depths)) for candidate in candidates]
-
-    def observe(self, outcome: Outcome) -> None:
-        pass
-
-    def forget(self, request_id: int) -> None:
-        pass
 
 
 class Checked(DraftModel):

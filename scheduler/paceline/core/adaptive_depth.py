@@ -8,100 +8,135 @@ output.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from paceline.core.cost_model import CostModel
-from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, Outcome, StepLoad, within_bounds
+import numpy as np
+
+from paceline.core.cost_model import Array, CostModel, StepKind, StepShape
+from paceline.core.depth import (
+    NOTHING,
+    Chosen,
+    Decision,
+    DepthCandidate,
+    DepthPolicy,
+    Offer,
+    Outcome,
+    StepLoad,
+    within_bounds,
+)
 from paceline.core.params import Method
 from paceline.core.slots import BestSlots, SlotProblem
 
-MAX_DEPTH = 8
+MAX_DEPTH = 8  # of any request, unless the operator fixes a higher depth for all
 DWELL = 4  # steps between two decisions
 HYSTERESIS = 0.03  # of a step's worth, which a change of depth must bring
 EARNINGS_DECAY = 0.5 ** (1 / 16)  # per step
 SHORTEST = 1e-9  # seconds that any step takes
 OUTLIER = 3.0  # times the predicted duration: no step counts for more
-PROBE_SHARE = 0.01  # of all step time, the most that probes may take
-PROBE_CREDIT = 8.0  # steps' worth to begin with: a mistake about an unknown drafter would last
-PROBE_SAVINGS = 512  # steps for which an unused share is kept
+PROBE_SHARE = 0.005  # of all step time, the most that probes may take
+PROBE_CREDIT = 5.0  # steps' worth to begin with: a mistake about an unknown drafter would last
+PROBE_SAVINGS = 1024  # steps for which an unused share is kept
 PROBE_INTERVAL = 32  # steps without drafts before a request's first probe
 MAX_PROBE_INTERVAL = 512
 PROBE_SPREAD = 317  # times the request's id, modulo its interval: neighbours far apart
 PROBE_STRETCH = 0.25  # of a step: no probe joins where probes make it longer by more
 DEEPER_INTERVAL = 32  # steps between probes one deeper than the batch
+PLAIN_INTERVAL = 512  # steps with drafts, after which one without is taken: what is saved is told against those
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The last choice in numbers, for statistics.
-
-    Attributes:
-        depth: the deepest of all.
-        slots: draft slots, all requests.
-        price_of_time: tokens that a second is worth.
-        rate: expected tokens per second of the step.
-        predicted_seconds: the step's duration.
-    """
-
-    depth: int = 0
-    slots: int = 0
-    price_of_time: float = 0.0
-    rate: float = 0.0
-    predicted_seconds: float = 0.0
-
-
-class AdaptiveDepth:
+class AdaptiveDepth(DepthPolicy):
     """Each request as deep as its drafts pay, under one price of time and one number of draft passes for all.
 
     With the price of time equal to the rate that the optimum earns, the most of tokens - price * duration is the most
-    of tokens / duration (Dinkelbach 1967). So the price is what was lately earned, beside prompt chunks too, where the
-    ratio of a single step would buy slots too cheaply.
+    of tokens / duration (Dinkelbach 1967). So the price is what decodes lately earned, in the time that was theirs: the
+    time of prompts is so much for each token to come, whatever the depth, and makes no other second cheaper.
 
     A decision stands for `DWELL` steps unless the load changes. The number of passes changes once what was missed by
     keeping it adds up to `HYSTERESIS`. Requests that do not draft, and one position more than anyone drafts, are probed
-    now and then, for at most `PROBE_SHARE` of the time.
+    now and then, for at most `PROBE_SHARE` of the time. That also pays for what requests lose that go on, not quite
+    worth a draft, before their draft model falls behind. The price of a step without drafts is probed too.
     """
 
     def __init__(self, costs: CostModel, *, max_depth: int = MAX_DEPTH) -> None:
         self.costs = costs
         self.max_depth = max_depth
-        self.last = Decision()
-        # Per step, lately: tokens per sequence, and duration over that of the same decodes without drafts and prompts.
+        self.decision: Decision = Decision()
+        # Per step, lately: tokens per sequence, and duration over that of the same decodes without drafts; no prompts.
         self._earned = 1.0
         self._spent = 1.0
         self._num_steps = 0
-        self._decided_at = -DWELL
+        self._decided_at: int | None = None
         self._decided_for = (StepLoad(0, 0, 0, 0), 0.0)  # with the price of a slot
         self._num_passes = 0
         self._missed = math.inf  # by keeping them, relative to what a step is worth; there is nothing to keep yet
         self._slot_prices: dict[Method, float] = {}  # tokens, as of the last decision
         self._chosen: dict[int, Chosen] = {}  # by request, since the last decision
         self._probe_seconds = 0.0  # saved, not yet spent
+        self._deeper_at = 0
+        self._plain_at = 0  # the last step without drafts
         self._num_probes = 0
         self._probe_intervals: dict[int, int] = {}  # of requests whose probes changed nothing so far
+
+    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> Mapping[int, Chosen] | None:
+        self._num_steps += 1
+        return None if self._is_due(load, slot_price) else self._chosen
+
+    def join(self, candidate: DepthCandidate) -> Chosen:
+        """The best for one new request at the prices of the last decision, within its number of passes."""
+        best, best_gain = NOTHING, -math.inf
+        for offer in candidate.offers:
+            price = self._slot_prices[offer.method]
+            limit = self._num_passes if offer.method is Method.DRAFT_MODEL else self.max_depth
+            depth = sum(survival > price for survival in offer.survivals[:limit])
+            choice = within_bounds(candidate, offer, depth)
+            gain = sum(offer.survivals[: choice.depth]) - price * choice.depth
+            if gain > best_gain:
+                best, best_gain = choice, gain
+        self._chosen[candidate.request_id] = best
+        return best
 
     def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         if not candidates:
             return []
-        self._num_steps += 1
-        step = None
-        if not self._is_due(load, slot_price):
-            step = _Step(candidates, [self._kept(candidate) for candidate in candidates], load, self.costs)
-        if step is None or step.slots + step.catch_up > load.budget:
-            step = _Step(candidates, self._decide(candidates, load, slot_price), load, self.costs)
+        before = self._decided_at
+        step = _Step(candidates, self._decide(candidates, load, slot_price), load, self.costs)
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
-        self.last = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
+        self.decision = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
+        if before is None:
+            self._probe_seconds = PROBE_CREDIT * step.seconds
+        if step.slots and self._checks_plain_step(candidates, load):
+            return [NOTHING] * len(candidates)
+        num_steps = 1 if before is None else self._num_steps - before
+        share = PROBE_SHARE * step.seconds
+        self._probe_seconds = min(self._probe_seconds + num_steps * share, PROBE_SAVINGS * share)
+        self._go_on(step, slot_price / second)
         self._probe(step, slot_price / second)
         return step.chosen
+
+    def _checks_plain_step(self, candidates: Sequence[DepthCandidate], load: StepLoad) -> bool:
+        """It is time for a step without drafts, and this one can be it."""
+        return (
+            self._num_steps - self._plain_at >= PLAIN_INTERVAL
+            and load.rows == load.sampling
+            and not any(candidate.lowest for candidate in candidates)
+        )
 
     def observe(self, outcome: Outcome) -> None:
         """Move the price of time. A step without decodes says nothing of it."""
         decodes = len(outcome.drafts)
         if not decodes:
             return
-        seconds = min(outcome.seconds, OUTLIER * self.costs.step(outcome.shape))
-        plain = self.costs.target(decodes, outcome.shape.context, decodes)
+        shape = outcome.shape
+        predicted = max(self.costs.step(shape), SHORTEST)
+        seconds = min(outcome.seconds, OUTLIER * predicted)
+        if shape.kind is StepKind.MIXED:
+            rows = decodes + sum(drafted for _, drafted, _ in outcome.drafts)
+            alone = replace(shape, rows=rows, sequences=decodes, draft_rows=0)
+            seconds *= self.costs.step(alone) / predicted
+        plain = self.costs.target(decodes, shape.context, decodes)
+        if shape.kind is StepKind.DECODE:
+            self._plain_at = self._num_steps
         self._earned += (1 - EARNINGS_DECAY) * (outcome.emitted / decodes - self._earned)
         self._spent += (1 - EARNINGS_DECAY) * (seconds / max(plain, SHORTEST) - self._spent)
 
@@ -110,7 +145,7 @@ class AdaptiveDepth:
         self._probe_intervals.pop(request_id, None)
 
     def _price_of_time(self, load: StepLoad) -> float:
-        """Tokens per second: what these sequences earn without drafts, times what drafts and prompts lately made of it.
+        """Tokens per second: what these sequences earn without drafts, times what drafts lately made of it.
 
         That factor depends little on the number of sequences, so the price follows a change of load at once.
         """
@@ -123,39 +158,19 @@ class AdaptiveDepth:
         """The last decision is old, or was made for another load."""
         before, price_before = self._decided_for
         return (
-            self._num_steps - self._decided_at >= DWELL
+            self._decided_at is None
+            or self._num_steps - self._decided_at >= DWELL
             or 8 * abs(load.rows - before.rows) > before.rows
             or 8 * abs(load.sampling - before.sampling) > before.sampling
             or abs(slot_price - price_before) > 0.1
         )
 
-    def _kept(self, candidate: DepthCandidate) -> Chosen:
-        """The last decision for a request, as far as today's bounds and offers allow it."""
-        before = self._chosen.get(candidate.request_id)
-        if before is None:
-            before = self._chosen[candidate.request_id] = self._alone(candidate)
-        for offer in candidate.offers:
-            if offer.method is before.method:
-                return within_bounds(candidate, offer, before.depth)
-        return within_bounds(candidate, candidate.offers[0], 0)
-
-    def _alone(self, candidate: DepthCandidate) -> Chosen:
-        """The best for one new request at the prices of the last decision, within its number of passes."""
-        best, best_gain = NOTHING, -math.inf
-        for offer in candidate.offers:
-            price = self._slot_prices[offer.method]
-            limit = self._num_passes if offer.method is Method.DRAFT_MODEL else self.max_depth
-            depth = sum(survival > price for survival in offer.survivals[:limit])
-            choice = within_bounds(candidate, offer, depth)
-            gain = sum(offer.survivals[: choice.depth]) - price * choice.depth
-            if gain > best_gain:
-                best, best_gain = choice, gain
-        return best
-
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def _decide(self, candidates: Sequence[DepthCandidate], load: StepLoad, slot_price: float) -> list[Chosen]:
-        problem = SlotProblem(candidates, load, self.costs, self._price_of_time(load), slot_price, self.max_depth)
+        problem = SlotProblem(
+            candidates, load, self.costs, self._price_of_time(load), slot_price, self.max_depth, self._num_passes
+        )
         best = self._change_passes(problem.solve(), problem.second)
         chosen = problem.chosen(best, len(candidates))
         self._slot_prices = problem.slot_prices(best)
@@ -185,16 +200,46 @@ class AdaptiveDepth:
 
     # -- probes --------------------------------------------------------------------------------------------------------
 
+    def _go_on(self, step: _Step, slot_seconds: float) -> None:
+        """Let requests whose draft model is up to date go on by one draft even if that does not quite pay, the
+        likeliest first, until the next decision.
+
+        More about them will never be learned as cheaply: without drafts the draft model falls behind, and the way back
+        costs more with every step. An estimate that is a little too low must not decide that. What they are expected to
+        lose together is paid from the savings for probes, if it is no more than what they are expected to earn.
+
+        Args:
+            slot_seconds: what a slot costs besides its time, in time.
+        """
+        ready = [
+            (index, offer)
+            for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen, strict=True))
+            if not choice.depth and candidate.highest and not candidate.steps_without_drafts
+            for offer in candidate.offers
+            if offer.method is Method.DRAFT_MODEL
+        ]
+        if not ready:
+            return
+        second = self.decision.price_of_time
+        ready.sort(key=lambda pair: self.costs.draft_rows(pair[1].catch_up) - pair[1].survivals[0] / second)
+        earned = np.cumsum([offer.survivals[0] for _, offer in ready]) / second
+        lost = step.seconds_of_first_drafts([offer for _, offer in ready]) - earned
+        lost += slot_seconds * np.arange(1, len(ready) + 1)
+        affordable = np.flatnonzero((lost <= earned) & (DWELL * lost <= self._probe_seconds))
+        if not len(affordable):
+            return
+        last = affordable.item(-1)
+        self._probe_seconds -= DWELL * max(lost.item(last), 0.0)
+        for index, offer in ready[: last + 1]:
+            step.draft_one_more(index, offer)
+            self._chosen[step.candidates[index].request_id] = step.chosen[index]
+
     def _probe(self, step: _Step, slot_seconds: float) -> None:
         """Add drafts that the decision leaves out, to learn from them, while the time set aside for that lasts.
 
         Args:
             slot_seconds: what a slot costs besides its time, in time.
         """
-        if self._num_steps == 1:
-            self._probe_seconds = PROBE_CREDIT * step.seconds
-        share = PROBE_SHARE * step.seconds
-        self._probe_seconds = min(self._probe_seconds + share, PROBE_SAVINGS * share)
         before = self._probe_seconds
         for wait, index in self._waiting(step):
             # Where a draft pass is paid for, those that have waited for half their time come along, a few at once.
@@ -206,7 +251,8 @@ class AdaptiveDepth:
                 interval = self._probe_interval(candidate)
                 self._probe_intervals[candidate.request_id] = min(2 * interval, MAX_PROBE_INTERVAL)
                 self._num_probes += 1
-        if self._num_steps % DEEPER_INTERVAL == 0:
+        if self._num_steps - self._deeper_at >= DEEPER_INTERVAL:
+            self._deeper_at = self._num_steps
             self._probe_deeper(step, slot_seconds)
 
     def _waiting(self, step: _Step) -> list[tuple[float, int]]:
@@ -237,7 +283,7 @@ class AdaptiveDepth:
             for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen, strict=True))
             for offer in candidate.offers
             if offer.method is choice.method
-            and choice.depth == self.last.depth < min(candidate.highest, len(offer.survivals), self.max_depth)
+            and choice.depth == self.decision.depth < min(candidate.highest, len(offer.survivals), self.max_depth)
         ]
         if deepest:
             self._pay(step, slot_seconds, *deepest[self._num_steps // DEEPER_INTERVAL % len(deepest)])
@@ -293,6 +339,18 @@ class _Step:
             seconds += by_count.item(count + 1) - by_count.item(count) + self.costs.draft_rows(catch_up)
         return seconds
 
+    def seconds_of_first_drafts(self, offers: Sequence[Offer]) -> Array:
+        """By how much the step becomes longer if the first 1, 2, ... of these requests, idle ones, draft once by the
+        draft model: [count] float64, infinite where there is no row for them.
+        """
+        count, behind = len(offers), np.cumsum([offer.catch_up for offer in offers])
+        drafting = self._passes[0] if self._passes else 0
+        targets = self.costs.targets(self.load.rows + self.slots, count, self.load.context)
+        passes = self.costs.first_passes(drafting + count)[drafting:]
+        seconds: Array = (targets - targets[0] + passes - passes[0])[1:] + self.costs.draft_rows(1) * behind
+        seconds[self.slots + self.catch_up + np.arange(1, count + 1) + behind > self.load.budget] = math.inf
+        return seconds
+
     def draft_one_more(self, index: int, offer: Offer) -> None:
         depth = self.chosen[index].depth
         self.chosen[index] = Chosen(offer.method, depth + 1)
@@ -311,11 +369,8 @@ class _Step:
             self._passes[position] += 1
 
     def _predict(self) -> float:
-        costs = self.costs
-        seconds = costs.target(self.load.rows + self.slots, self.load.context, self.load.sampling)
-        if self._passes:
-            first, *later = self._passes
-            by_count = costs.draft_passes(first)
-            seconds += costs.first_passes(first).item(first) + costs.draft_rows(self.catch_up)
-            seconds += sum(by_count.item(count) for count in later)
-        return max(seconds, SHORTEST)
+        load = self.load
+        shape = StepShape(
+            load.rows + self.slots, load.context, tuple(self._passes), self.catch_up, sequences=load.sampling
+        )
+        return max(self.costs.step(shape), SHORTEST)

@@ -5,7 +5,7 @@ Each takes the first offer, and learns from outcomes alone.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ START = 4
 MAX_DEPTH = 8
 
 
-class _PerRequest(ABC):
+class _PerRequest(DepthPolicy):
     """A depth for each request, moved by that request's steps."""
 
     def __init__(self, start: int) -> None:
@@ -95,7 +95,7 @@ class _Tier:
         return self.ladder[self.rung]
 
 
-class BatchMeanLadder:
+class BatchMeanLadder(DepthPolicy):
     """One depth for the batch, on a ladder by its size, moved by the mean number of accepted drafts (SGLang's adaptive
     speculation). From depth 0, where nothing can be learned, it always tries the next one.
     """
@@ -125,9 +125,6 @@ class BatchMeanLadder:
         if tier.batches >= self.WARM_UP and tier.batches % self.INTERVAL == 0:
             self._move(tier)
 
-    def forget(self, request_id: int) -> None:
-        pass
-
     def _tier(self, size: int) -> _Tier:
         return self._tiers[max(smallest for smallest in self._tiers if smallest <= max(size, 1))]
 
@@ -141,7 +138,7 @@ class BatchMeanLadder:
             tier.rung -= 1
 
 
-class BatchTable:
+class BatchTable(DepthPolicy):
     """A fixed table of depth by batch size, as operators write it for vLLM's dynamic speculation: up to 16 sequences 3,
     up to 63 2, up to 127 1, none from 128 on.
     """
@@ -151,12 +148,6 @@ class BatchTable:
     def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         depth = next((depth for size, depth in self.TABLE if load.sampling <= size), 0)
         return [within_bounds(c, c.offers[0], depth) for c in candidates]
-
-    def observe(self, outcome: Outcome) -> None:
-        pass
-
-    def forget(self, request_id: int) -> None:
-        pass
 
 
 BASELINES: dict[str, Callable[[], DepthPolicy]] = {

@@ -19,6 +19,7 @@ class SchedulerConfig:
         max_num_batched_tokens: rows per step: prompt chunks, decodes, draft slots and draft catch-up together.
         max_model_len: prompt and completion tokens of one request at most.
         max_queued: requests waiting at most.
+        min_depth: lowest speculation depth of a request that does not ask for less.
         max_depth: highest speculation depth of any request.
         max_draft_len: positions that the draft model can see.
         method: how drafts are made where a request leaves the choice to the server.
@@ -32,6 +33,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 4096
     max_queued: int = 4096
+    min_depth: int = 0
     max_depth: int = 8
     max_draft_len: int = 1 << 30
     method: Method = Method.NONE
@@ -45,6 +47,8 @@ class SchedulerConfig:
                 raise InvalidArgument(name, getattr(self, name), "an integer >= 1")
         if self.max_depth < 0:
             raise InvalidArgument("max_depth", self.max_depth, "an integer >= 0")
+        if not 0 <= self.min_depth <= self.max_depth:
+            raise InvalidArgument("min_depth", self.min_depth, f"between 0 and max_depth ({self.max_depth})")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidArgument(
                 "max_num_batched_tokens", self.max_num_batched_tokens, f"at least max_num_seqs ({self.max_num_seqs})"

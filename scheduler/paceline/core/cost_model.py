@@ -74,11 +74,13 @@ class Error:
 
     Attributes:
         median: of |predicted / observed - 1|.
+        ratio: median of observed / predicted: above 1 if such steps take longer than predicted.
         repeatability: median relative difference between steps of about equal shape that follow each other: no
             prediction can be much better. 0 if none did.
     """
 
     median: float
+    ratio: float
     repeatability: float
     count: int
 
@@ -206,7 +208,7 @@ class CostModel:
 
     def errors(self) -> dict[str, Error]:
         """Errors of prediction by kind of step, of those that occurred."""
-        return {str(kind): errors.summary() for kind, errors in self._errors.items() if errors.relative}
+        return {str(kind): errors.summary() for kind, errors in self._errors.items() if errors.ratios}
 
     def _correct_target(self, shape: StepShape, observed: float) -> None:
         """Each term answers for its share of the step; buckets near its rows move along, so that a machine that has
@@ -323,14 +325,14 @@ class _Outliers:
 class _Errors:
     """The last steps of one kind."""
 
-    relative: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # predicted / observed
     differences: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     last: dict[tuple[object, ...], float] = field(default_factory=dict)  # seconds by rounded shape
 
     def record(self, shape: StepShape, predicted: float, observed: float) -> None:
         if observed <= 0.0:
             return
-        self.relative.append(abs(predicted / observed - 1.0))
+        self.ratios.append(predicted / observed)
         key = (shape.rows, shape.draft_passes, shape.draft_rows, _rounded(shape.context))
         before = self.last.pop(key, None)
         if before is not None:
@@ -340,7 +342,12 @@ class _Errors:
         self.last[key] = observed
 
     def summary(self) -> Error:
-        return Error(median(self.relative), median(self.differences) if self.differences else 0.0, len(self.relative))
+        return Error(
+            median=median(abs(ratio - 1.0) for ratio in self.ratios),
+            ratio=1.0 / median(self.ratios) if all(self.ratios) else math.inf,
+            repeatability=median(self.differences) if self.differences else 0.0,
+            count=len(self.ratios),
+        )
 
 
 def buckets_up_to(largest: int, buckets: Sequence[int]) -> list[int]:

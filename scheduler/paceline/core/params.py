@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from paceline.core.grammar import Grammar
 from paceline.errors import InvalidArgument
@@ -26,6 +27,9 @@ class Method(enum.StrEnum):
     NONE = "none"
     NGRAM = "ngram"
     DRAFT_MODEL = "draft_model"
+
+
+NO_DRAFTS = frozenset({Method.NONE})
 
 
 class Verification(enum.StrEnum):
@@ -173,7 +177,8 @@ class SpeculationParams:
 
     Attributes:
         method: how drafts are made; None leaves the choice to the server.
-        min_depth: lowest depth the policy may choose (the end of a completion or of memory still goes below it).
+        min_depth: lowest depth the policy may choose (the end of a completion or of memory still goes below it). Where
+            a draft model may be used, it drafts: n-grams may have nothing to propose.
         max_depth: highest depth; None leaves it to the server.
         verification: TOKEN_WISE or BLOCK for a sampled request without a seed; None for the best, BLOCK.
     """
@@ -208,6 +213,58 @@ class SpeculationParams:
             allowed = f"{' or '.join(possible)}, or unset, for a {kind} request"
             raise InvalidArgument("speculation.verification", str(rule), allowed)
         return rule
+
+    def within(self, limits: Mapping[str, SpeculationBounds]) -> SpeculationParams:
+        """The same request with the depths that are left to it: a request may always ask for less, never for more.
+
+        Args:
+            limits: by whose they are, in words.
+
+        Raises:
+            InvalidArgument: `min_depth` is above a limit's highest depth.
+        """
+        min_depth, max_depth, strictest = self.min_depth, self.max_depth, ""
+        for whose, bounds in limits.items():
+            min_depth = max(min_depth, bounds.min_depth)
+            if bounds.highest is not None and (max_depth is None or bounds.highest < max_depth):
+                max_depth, strictest = bounds.highest, whose
+        if max_depth is not None:
+            if self.min_depth > max_depth:
+                allowed = f"at most {max_depth}, the highest depth of {strictest}"
+                raise InvalidArgument("speculation.min_draft_tokens", self.min_depth, allowed)
+            min_depth = min(min_depth, max_depth)
+        return replace(self, min_depth=min_depth, max_depth=max_depth)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationBounds:
+    """What an operator allows the requests of one tenant, or all requests.
+
+    Attributes:
+        methods: that may draft. Without any, speculation is off.
+        min_depth: lowest depth of a request that does not ask for less.
+        max_depth: highest depth; None sets no limit, with 0 speculation is off.
+    """
+
+    methods: frozenset[Method] = frozenset(Method)
+    min_depth: int = 0
+    max_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_depth < 0:
+            raise InvalidArgument("min_depth", self.min_depth, "an integer >= 0")
+        if self.max_depth is not None and self.max_depth < self.min_depth:
+            raise InvalidArgument("max_depth", self.max_depth, f"an integer >= min_depth ({self.min_depth})")
+
+    @property
+    def allowed(self) -> frozenset[Method]:
+        """The methods that a request may name: NONE always, the others unless speculation is off."""
+        return NO_DRAFTS if self.max_depth == 0 else self.methods | NO_DRAFTS
+
+    @property
+    def highest(self) -> int | None:
+        """The highest depth that a request may name: 0 where speculation is off, None without a limit."""
+        return 0 if self.methods <= NO_DRAFTS else self.max_depth
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from paceline.core.acceptance import Residual
@@ -31,6 +31,8 @@ class Request:
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
         num_cached_tokens: prompt tokens whose KV was there when the request was first admitted.
+        depth: drafts verified in the last decode.
+        counts_by_method: what speculation brought, by who drafted; NONE for verify steps without drafts.
         pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan
             outstanding).
         siblings: the live completions of the same prompt, itself included, which share the prompt's KV.
@@ -70,11 +72,20 @@ class Request:
         self.siblings[request_id] = self
 
         self.residuals = {method: Residual() for method in methods}
-        self.counts = SpeculationCounts()
+        self.counts_by_method = defaultdict[Method, SpeculationCounts](SpeculationCounts)
+        self.depth = 0
         self.steps_without_drafts = 0
         self.num_preemptions = 0
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        """What speculation brought so far."""
+        total = SpeculationCounts()
+        for counts in self.counts_by_method.values():
+            total.add(counts)
+        return total
 
     @property
     def method(self) -> Method:

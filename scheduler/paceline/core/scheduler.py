@@ -11,7 +11,7 @@ known only within bounds (`Request.most_tokens`), and blocks are allocated for t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth import StepLoad
@@ -22,6 +22,7 @@ from paceline.core.params import (
     Method,
     SamplingParams,
     SequenceParams,
+    SpeculationBounds,
     SpeculationParams,
     StopParams,
 )
@@ -29,17 +30,25 @@ from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan
 from paceline.core.queue import RequestQueue
 from paceline.core.request import Request, RequestOutput, RequestStats, RequestStatus
 from paceline.core.speculation import SpeculationControl
+from paceline.core.speculation_report import SpeculationReport
 from paceline.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 
 MAX_OUTSTANDING = 2  # the plan that runs and the one made meanwhile
+UNBOUNDED = SpeculationBounds()
 
 
 class Scheduler:
-    """Owns every live request and all KV bookkeeping. Not thread-safe: one caller, who also provides the time."""
+    """Owns every live request and all KV bookkeeping. Not thread-safe: one caller, who also provides the time.
+
+    Attributes:
+        tenant_speculation: bounds by tenant, within the server's; who is not named has the server's. The operator may
+            put another mapping in its place, which holds for the requests that are added from then on.
+    """
 
     def __init__(self, config: SchedulerConfig, speculation: SpeculationControl) -> None:
         self.config = config
         self.speculation = speculation
+        self.tenant_speculation: Mapping[str, SpeculationBounds] = {}
         self.kv = KVCacheManager(config.num_blocks, config.block_size)
         self.waiting = RequestQueue()
         self.running: dict[int, Request] = {}  # in arrival order
@@ -72,11 +81,22 @@ class Scheduler:
             )
         return max_total
 
-    def check_depth(self, speculation: SpeculationParams) -> None:
-        """Raises InvalidArgument: a lowest depth above the server's highest. Changes nothing."""
-        if speculation.min_depth > self.config.max_depth:
-            allowed = f"at most {self.config.max_depth}, the server's highest depth"
-            raise InvalidArgument("speculation.min_draft_tokens", speculation.min_depth, allowed)
+    def allowed_methods(self, tenant: str) -> frozenset[Method]:
+        """The methods that the tenant's requests may name, whether they are loaded or not."""
+        return self.tenant_speculation.get(tenant, UNBOUNDED).allowed
+
+    def bounded(self, speculation: SpeculationParams, tenant: str) -> SpeculationParams:
+        """A request's depths within those of its tenant and of the server. Changes nothing.
+
+        Raises:
+            InvalidArgument: a lowest depth above a highest one of theirs.
+        """
+        return speculation.within(
+            {
+                "the server": SpeculationBounds(min_depth=self.config.min_depth, max_depth=self.config.max_depth),
+                f"tenant {tenant!r}": self.tenant_speculation.get(tenant, UNBOUNDED),
+            }
+        )
 
     def add(
         self,
@@ -98,17 +118,18 @@ class Scheduler:
         Args:
             choice: which completion of its prompt it is.
             sibling_id: another completion of the same prompt, whose KV it shares; it may have ended already.
-            tenant: whose request it is.
+            tenant: whose request it is; a method that it may not use drafts nothing.
 
         Raises:
             AlreadyExists: the id is live.
-            InvalidArgument: a lowest depth above the server's highest, a verification rule that does not fit.
+            InvalidArgument: a lowest depth above the tenant's or the server's highest, a verification rule that does
+                not fit.
             Unavailable: the queue is full.
             PacelineError: whatever `check` refuses.
         """
         if request_id in self.requests:
             raise AlreadyExists(f"request {request_id} is live")
-        self.check_depth(speculation)
+        bounded = self.bounded(speculation, tenant)
         params = SequenceParams(sampling, constraints, logprobs, speculation.rule_for(sampling), choice)
         max_total = self.check(len(prompt_token_ids), stop)
         if len(self.waiting) >= self.config.max_queued:
@@ -120,9 +141,9 @@ class Scheduler:
             prompt_token_ids,
             params,
             stop,
-            speculation,
+            bounded,
             now,
-            methods=self._methods(speculation),
+            methods=self._methods(speculation, tenant),
             tenant=tenant,
             max_total_tokens=max_total,
             siblings=None if sibling is None else sibling.siblings,
@@ -143,13 +164,15 @@ class Scheduler:
         self._end(request)
         return True
 
-    def _methods(self, speculation: SpeculationParams) -> tuple[Method, ...]:
-        method = self.config.method if speculation.method is None else speculation.method
-        if method is Method.NONE:
+    def _methods(self, speculation: SpeculationParams, tenant: str) -> tuple[Method, ...]:
+        """The request's own choice, or else the server's, with n-grams beside it or where the tenant may not use it."""
+        own = speculation.method
+        wanted = (self.config.method, Method.NGRAM) if own is None else (own,)
+        if wanted[0] is Method.NONE:
             return ()
-        if self.config.hybrid and speculation.method is None and method is not Method.NGRAM:
-            return (method, Method.NGRAM)
-        return (method,)
+        allowed = self.allowed_methods(tenant)
+        methods = tuple(method for method in dict.fromkeys(wanted) if method in allowed)
+        return methods if self.config.hybrid else methods[:1]
 
     @property
     def has_requests(self) -> bool:
@@ -298,14 +321,14 @@ class Scheduler:
 
     def _add_drafts(self, step: _Step) -> None:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
-        offered = []
+        offered = {}
         for work in step.work.values():
             request = self.requests[work.request_id]
             if work.samples and work.num_tokens == 1 and (highest := self._highest_depths(request)):
-                offered.append((request, highest))
+                offered[request] = highest
         if not offered:
             return
-        for (request, _), chosen in zip(offered, self.speculation.choose(offered, self._load(step)), strict=True):
+        for request, chosen in zip(offered, self.speculation.choose(offered, self._load(step)), strict=True):
             work, depth = step.work[request.request_id], chosen.depth
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
             gap = request.draft_gap if depth and chosen.method is Method.DRAFT_MODEL else 0
@@ -315,13 +338,15 @@ class Scheduler:
                 gap = behind + work.num_tokens
             depth, blocks = self._grow_for_drafts(request, min(depth, step.budget - behind))
             step.budget -= depth + behind
-            step.work[request.request_id] = replace(
-                work,
+            step.work[request.request_id] = SequenceWork(
+                request.request_id,
+                num_tokens=work.num_tokens,
+                samples=True,
                 num_drafts=depth,
                 method=chosen.method if depth or gap else request.method,
                 draft_catch_up=gap,
-                scores_ngram=Method.NGRAM in request.methods and not (depth and chosen.method is Method.NGRAM),
                 new_block_ids=work.new_block_ids + blocks,
+                scores_ngram=Method.NGRAM in request.methods and not (depth and chosen.method is Method.NGRAM),
             )
 
     def _load(self, step: _Step) -> StepLoad:
@@ -358,9 +383,9 @@ class Scheduler:
         """No draft may be of use behind the request's last token, nor lie behind the draft model's length."""
         if method not in request.methods:
             return 0
-        highest = min(self.config.max_depth, request.max_total_tokens - request.most_tokens - 1)
-        if request.speculation.max_depth is not None:
-            highest = min(highest, request.speculation.max_depth)
+        bound = request.speculation.max_depth
+        assert bound is not None, "the server has a highest depth, so every request has one"
+        highest = min(bound, request.max_total_tokens - request.most_tokens - 1)
         if method is Method.DRAFT_MODEL:
             highest = min(highest, self.config.max_draft_len - request.most_tokens)
         return max(0, highest)
@@ -418,10 +443,14 @@ class Scheduler:
             self._released.append(request.request_id)
         self.waiting.remove(request)
         self.kv.free(request.request_id)
-        self.speculation.end(request.request_id)
+        self.speculation.end(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         del request.siblings[request.request_id]
+
+    def speculation_report(self) -> SpeculationReport:
+        """How speculation does at this moment. Changes nothing."""
+        return self.speculation.report(self.requests.values())
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance. Mutates nothing."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,33 +18,10 @@ from paceline.core.params import Method
 Array = NDArray[np.float64]
 
 CATCH_UP_HORIZON = 64  # steps over which a request that drafts again pays for what its draft model missed
-FEW_SLOTS = 256  # up to which plain Python outruns arrays
 ASKED = 1e6  # rank of a slot that bounds ask for: before all others
 
 
-@dataclass(slots=True)
-class _Run:
-    """What one offer could draft in this step.
-
-    Attributes:
-        owner: index of the candidate.
-        survivals: as far as bounds and the offer go.
-        asked: as many drafts as bounds ask for.
-        reading: seconds for catching up; what was missed while nothing was drafted serves many steps and is spread.
-        price: what puts all slots of the run behind those of others with the same survival, in tokens.
-    """
-
-    owner: int
-    method: Method
-    survivals: Sequence[float]
-    asked: int
-    catch_up: int
-    reading: float
-    is_model: bool
-    price: float = 0.0
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class BestSlots:
     """The best slots for one number of draft passes.
 
@@ -54,27 +30,29 @@ class BestSlots:
         asked: slots among them that bounds ask for.
         value: expected tokens less what the time they take is worth.
         seconds: of the step.
-        taken: the run of each slot.
+        depths: slots of each run.
     """
 
     passes: int
     asked: int
     value: float
     seconds: float
-    taken: Sequence[int]
+    depths: NDArray[np.int64]
 
 
 class SlotProblem:
     """Which slots, and how many draft passes D?
 
-    For a given D, which is paid for whole, slots at positions up to D (by n-gram: all) stand in one order: first those
-    that bounds ask for, then by what they bring. Survivals do not increase, so what is taken from its front is a prefix
-    of each run. Every count is looked at: costs rise in stairs, so the first drop says nothing. If a pass costs a
-    constant and a share for each of its sequences, the outcome is the best there is.
+    A *run* is what one offer could draft. For a given D, which is paid for whole, slots at positions up to D (by
+    n-gram: all) stand in one order: first those that bounds ask for, then by what they bring. Survivals do not
+    increase, so what is taken from its front is a prefix of each run. Every count is looked at: costs rise in stairs,
+    so the first drop says nothing. If a pass costs a constant and a share for each of its sequences, the outcome is the
+    best there is.
 
     Args:
         second: what a second is worth, in tokens.
         slot_price: what a slot must earn besides its time.
+        passes: to look at in any case, as far as there are drafts.
     """
 
     def __init__(
@@ -85,185 +63,188 @@ class SlotProblem:
         second: float,
         slot_price: float,
         max_depth: int,
+        passes: int = 0,
     ) -> None:
         self.load = load
         self.second = second
         self.slot_price = slot_price
-        self.runs = _runs(candidates, load.budget, costs, max_depth)
-        models = [run for run in self.runs if run.is_model]
-        self.max_passes = max((len(run.survivals) for run in models), default=0)
-        self.targets = costs.targets(
-            load.rows, sum(len(run.survivals) for run in self.runs), load.context, load.sampling
-        )
-        # Of the first pass, and of any later one.
-        self.pass_seconds = (costs.first_passes(len(models)), costs.draft_passes(len(models)))
+        runs = self.runs = _Runs(candidates, load.budget, costs, max_depth)
+        num_models = int(runs.is_model.sum())
+        self.targets = costs.targets(load.rows, int(runs.lengths.sum()), load.context, load.sampling)
+        self.first_pass, self.later_pass = costs.first_passes(num_models), costs.draft_passes(num_models)
+        # Of a slot, at the average.
         self.row_price = slot_price + second * _mean_rise(self.targets)
-        self.pass_price = second * _mean_rise(self.pass_seconds[1][1:])
-        for run in models:
-            run.price = self.pass_price + second * run.reading / len(run.survivals)
+        self.pass_price = second * _mean_rise(self.later_pass[1:])
+        self.max_passes = self._max_passes(passes)
 
     def solve(self) -> list[BestSlots]:
         """By number of passes, [D + 1]."""
-        scan = _scan_few if len(self.targets) <= FEW_SLOTS + 1 else _scan_many
-        return scan(self)
+        runs, second = self.runs, self.second
+        rows, columns = np.nonzero(runs.inside)  # [slots]
+        survivals = runs.survivals[rows, columns]
+        is_asked = columns < runs.asked[rows]
+        price = np.where(runs.is_model, self.pass_price + second * runs.reading / runs.lengths, 0.0)
+        order = np.argsort(np.where(is_asked, columns - ASKED, price[rows] - survivals), kind="stable")
+        rows, columns, survivals, is_asked = rows[order], columns[order], survivals[order], is_asked[order]
+        of_model = runs.is_model[rows]
 
-    def seconds_of_passes(self, passes: int) -> float:
-        """Of so many passes with one sequence each."""
-        first, later = self.pass_seconds
-        return float(first[1] + (passes - 1) * later[1]) if passes else 0.0
-
-    def more_in_pass(self) -> tuple[Array, Array]:
-        """What the first, second, ... sequence adds to that, in the first pass and in any later one."""
-        first, later = (np.diff(seconds[1:], prepend=seconds[1:2]) for seconds in self.pass_seconds)
-        return first, later
-
-    def usable(self) -> list[list[bool]]:
-        """The runs that may be drawn on, one for each candidate, by number of passes: [D + 1][runs]."""
-        usable = [[True] * len(self.runs) for _ in range(self.max_passes + 1)]
-        for second, (one, other) in enumerate(itertools.pairwise(self.runs), start=1):
-            if one.owner == other.owner:
-                gains = zip(self._gains(one), self._gains(other), strict=True)
-                for passes, (gain, other_gain) in enumerate(gains):
-                    usable[passes][second - 1] = gain >= other_gain
-                    usable[passes][second] = gain < other_gain
-        return usable
-
-    def _gains(self, run: _Run) -> list[float]:
-        """What a run brings by number of passes, at the average price of a slot."""
-        price = self.row_price + (self.pass_price if run.is_model else 0.0)
-        gains = [-self.second * run.reading]
-        for column, survival in enumerate(run.survivals):
-            worth = survival - price
-            gains.append(gains[-1] + (worth if column < run.asked else max(worth, 0.0)))
-        gains += gains[-1:] * (self.max_passes - len(run.survivals))
-        if not run.is_model:
-            return gains[-1:] * (self.max_passes + 1)
-        # A model that cannot draft at all, or not as deep as bounds ask, comes last.
-        short = max(run.asked, 1)
-        return [-math.inf] * short + gains[short : self.max_passes + 1]
+        # From here on one line for each number of passes: [D + 1, slots].
+        passes = np.arange(self.max_passes + 1)[:, None]
+        taken = self._usable()[:, rows] & (~of_model | (columns < passes))
+        rows_taken = 1 + np.where(columns == 0, runs.catch_up[rows], 0)
+        taken &= np.cumsum(taken * rows_taken, axis=1) <= self.load.budget
+        counts = _from_zero(taken)
+        drafting = self._drafting(taken, columns, of_model) + taken * np.where(columns == 0, runs.reading[rows], 0.0)
+        seconds = self.targets[counts] + self._seconds_of_passes() + _from_zero(drafting)
+        values = self.load.sampling - second * seconds + _from_zero(taken * (survivals - self.slot_price))
+        asked = (taken & is_asked).sum(axis=1)
+        values[counts < asked[:, None]] = -math.inf
+        best = values.argmax(axis=1)
+        return [
+            BestSlots(
+                d,
+                int(asked[d]),
+                float(values[d, end]),
+                float(seconds[d, end]),
+                np.bincount(rows[:end][taken[d, :end]], minlength=len(runs.lengths)),
+            )
+            for d, end in enumerate(best.tolist())
+        ]
 
     def chosen(self, best: BestSlots, count: int) -> list[Chosen]:
         """Method and depth of each of `count` candidates."""
         chosen = [NOTHING] * count
-        for row, depth in Counter(best.taken).items():
-            run = self.runs[row]
-            chosen[run.owner] = Chosen(run.method, depth)
+        for run in np.flatnonzero(best.depths).tolist():
+            chosen[self.runs.owners[run]] = Chosen(self.runs.methods[run], int(best.depths[run]))
         return chosen
 
     def slot_prices(self, best: BestSlots) -> dict[Method, float]:
         """What one more slot of each method costs behind the best, in tokens."""
-        slots = len(best.taken)
-        following = self.targets[slots : slots + 1 + len(self.runs)]
+        slots = int(best.depths.sum())
+        following = self.targets[slots : slots + 1 + len(self.runs.owners)]
         row = self.slot_price + self.second * _mean_rise(following if len(following) > 1 else self.targets)
         return {Method.NGRAM: row, Method.DRAFT_MODEL: row + self.pass_price}
 
+    def _max_passes(self, passes: int) -> int:
+        """No more are looked at than bounds ask for, or than can pay: all drafts of one bring more than it costs."""
+        models = self.runs.is_model
+        if not models.any():
+            return 0
+        pays = self.runs.survivals[models].sum(axis=0) > self.second * min(self.first_pass[1], self.later_pass[1])
+        longest = int(self.runs.lengths[models].max())
+        return max(int(self.runs.asked[models].max()), int(pays.sum()), min(passes, longest))
 
-def _runs(candidates: Sequence[DepthCandidate], budget: int, costs: CostModel, max_depth: int) -> list[_Run]:
-    """Every offer within its bounds, less those whose catching up does not fit the budget, short ones first."""
-    runs = []
-    for owner, candidate in enumerate(candidates):
-        highest = max(candidate.lowest, min(candidate.highest, max_depth))
-        for offer in candidate.offers:
-            survivals = offer.survivals[:highest]
-            if not survivals:
-                continue
-            asked = min(candidate.lowest, len(survivals))
-            is_model = offer.method is Method.DRAFT_MODEL
-            reading = costs.draft_rows(offer.catch_up) if offer.catch_up else 0.0
-            if candidate.steps_without_drafts:
-                reading /= CATCH_UP_HORIZON
-            runs.append(_Run(owner, offer.method, survivals, asked, offer.catch_up, reading, is_model))
-    behind = [row for row, run in enumerate(runs) if run.catch_up]
-    if not behind:
-        return runs
-    too_long = set()
-    for row in sorted(behind, key=lambda row: runs[row].catch_up):
-        if runs[row].catch_up < budget:
-            budget -= runs[row].catch_up + 1
-        else:
-            too_long.add(row)
-    return [run for row, run in enumerate(runs) if row not in too_long]
+    def _usable(self) -> NDArray[np.bool_]:
+        """The runs that may be drawn on, one for each candidate: [D + 1, runs]."""
+        runs = self.runs
+        usable = np.ones((self.max_passes + 1, len(runs.owners)), dtype=np.bool_)
+        owners = np.array(runs.owners)
+        one = np.flatnonzero(owners[1:] == owners[:-1])
+        if len(one):
+            gains = self._gains()
+            usable[:, one] = gains[:, one] >= gains[:, one + 1]
+            usable[:, one + 1] = ~usable[:, one]
+        return usable
 
+    def _gains(self) -> Array:
+        """What each run brings by number of passes, at the average price of a slot: [D + 1, runs]."""
+        runs = self.runs
+        worth = runs.survivals - self.row_price - self.pass_price * runs.is_model[:, None]
+        columns = np.arange(worth.shape[1])
+        asked = columns < runs.asked[:, None]
+        worth[~asked & (worth < 0.0)] = 0.0
+        worth[~runs.inside] = 0.0
+        gains = _from_zero(worth)  # [runs, K + 1]
+        passes = np.arange(self.max_passes + 1)
+        gains = np.where(runs.is_model[:, None], gains[:, passes], gains[:, -1:])
+        # A model that cannot draft at all, or not as deep as bounds ask, comes last.
+        gains[runs.is_model[:, None] & (passes < np.maximum(runs.asked, 1)[:, None])] = -math.inf
+        return (gains - self.second * runs.reading[:, None]).T
 
-def _scan_few(problem: SlotProblem) -> list[BestSlots]:
-    """Slot by slot: faster where there are few."""
-    runs, second, budget = problem.runs, problem.second, problem.load.budget
-    targets = problem.targets.tolist()
-    first, later = (seconds.tolist() for seconds in problem.more_in_pass())
-    slots = []
-    for row, run in enumerate(runs):
-        for column, survival in enumerate(run.survivals):
-            rank = column - ASKED if column < run.asked else run.price - survival
-            slots.append((rank, row, column, survival - problem.slot_price, run))
-    slots.sort(key=itemgetter(0))
-    solutions = []
-    for passes, usable in enumerate(problem.usable()):
-        in_pass = [0] * passes
-        tokens, drafting, rows, asked = float(problem.load.sampling), problem.seconds_of_passes(passes), 0, 0
-        best_count, best_seconds = 0, targets[0] + drafting
-        best_value = tokens - second * best_seconds
-        taken = []
-        for _, row, column, worth, run in slots:
-            if not usable[row] or (run.is_model and column >= passes):
-                continue
-            rows += 1
-            if run.is_model:
-                drafting += (later if column else first)[in_pass[column]]
-                in_pass[column] += 1
-                if not column:
-                    rows += run.catch_up
-                    drafting += run.reading
-            if rows > budget:
-                break
-            taken.append(row)
-            tokens += worth
-            seconds = targets[len(taken)] + drafting
-            value = tokens - second * seconds
-            is_asked = column < run.asked
-            if is_asked or value > best_value:
-                asked += is_asked
-                best_count, best_value, best_seconds = len(taken), value, seconds
-        solutions.append(BestSlots(passes, asked, best_value, best_seconds, taken[:best_count]))
-    return solutions
+    def _seconds_of_passes(self) -> Array:
+        """Of 0, 1, ... passes with one sequence each, [D + 1, 1]."""
+        seconds = np.zeros((self.max_passes + 1, 1))
+        if self.max_passes:
+            seconds[1:] = self.first_pass[1] + self.later_pass[1] * np.arange(self.max_passes)[:, None]
+        return seconds
+
+    def _drafting(self, taken: NDArray[np.bool_], columns: NDArray[np.int64], of_model: NDArray[np.bool_]) -> Array:
+        """Seconds that each slot adds to its draft pass, which has one sequence already: [D + 1, slots]."""
+        added = np.zeros(taken.shape)
+        members = np.flatnonzero(of_model)
+        if not len(members):
+            return added
+        members = members[np.argsort(columns[members], kind="stable")]  # pass by pass
+        passes, inside = columns[members], taken[:, members]
+        before = _from_zero(inside)
+        in_pass = before[:, :-1] - before[:, np.searchsorted(passes, passes)]
+        more = np.array([np.diff(table[1:], prepend=table[1:2]) for table in (self.first_pass, self.later_pass)])
+        added[:, members] = inside * more[np.minimum(passes, 1), in_pass]
+        return added
 
 
-def _scan_many(problem: SlotProblem) -> list[BestSlots]:
-    """The same by arrays."""
-    runs, second = problem.runs, problem.second
-    lengths = np.array([len(run.survivals) for run in runs])
-    rows = np.repeat(np.arange(len(runs)), lengths)
-    columns = np.arange(len(rows)) - np.repeat(lengths.cumsum() - lengths, lengths)
-    survivals = np.concatenate([run.survivals for run in runs])
-    is_asked = columns < np.array([run.asked for run in runs])[rows]
-    price = np.array([run.price for run in runs])[rows]
-    order = np.argsort(np.where(is_asked, columns - ASKED, price - survivals), kind="stable")
-    rows, columns, is_asked = rows[order], columns[order], is_asked[order]
-    worth = survivals[order] - problem.slot_price
-    is_model = np.array([run.is_model for run in runs])[rows]
-    # What the first slot of a run takes besides: rows and seconds for catching up.
-    behind = np.where(columns == 0, np.array([run.catch_up for run in runs])[rows], 0)
-    reading = np.where(columns == 0, np.array([run.reading for run in runs])[rows], 0.0)
-    first, later = problem.more_in_pass()
-    solutions = []
-    for passes, usable in enumerate(problem.usable()):
-        index = np.flatnonzero(np.array(usable)[rows] & (~is_model | (columns < passes)))
-        index = index[: np.searchsorted((1 + behind[index]).cumsum(), problem.load.budget, side="right")]
-        added = reading[index]
-        of_model = is_model[index]
-        for column in range(passes):
-            members = np.flatnonzero(of_model & (columns[index] == column))
-            added[members] += (later if column else first)[: len(members)]
-        seconds = problem.targets[: len(index) + 1].copy()
-        seconds[1:] += added.cumsum()
-        seconds += problem.seconds_of_passes(passes)
-        values = problem.load.sampling - second * seconds
-        values[1:] += worth[index].cumsum()
-        asked = int(is_asked[index].sum())
-        count = asked + int(values[asked:].argmax())
-        solutions.append(
-            BestSlots(passes, asked, float(values[count]), float(seconds[count]), rows[index[:count]].tolist())
-        )
-    return solutions
+class _Runs:
+    """Every offer within its bounds, in arrays, less those whose catching up does not fit the budget, short ones first.
+
+    Attributes:
+        owners: index of the candidate of each.
+        survivals: [runs, K], as far as bounds and the offer go; 0 behind.
+        lengths, asked: slots, and how many of them bounds ask for.
+        catch_up, reading: rows and seconds for catching up; what was missed while nothing was drafted serves many steps
+            and is spread over them.
+    """
+
+    def __init__(self, candidates: Sequence[DepthCandidate], budget: int, costs: CostModel, max_depth: int) -> None:
+        fitting = _fitting(candidates, budget)
+        self.owners: list[int] = []
+        self.methods: list[Method] = []
+        survivals, asked, catch_up, reading = [], [], [], []
+        for owner, candidate in enumerate(candidates):
+            highest = max(candidate.lowest, min(candidate.highest, max_depth))
+            for offer in candidate.offers:
+                run = offer.survivals[:highest]
+                if not run or (offer.catch_up and owner not in fitting):
+                    continue
+                self.owners.append(owner)
+                self.methods.append(offer.method)
+                survivals.append(run)
+                asked.append(min(candidate.lowest, len(run)))
+                catch_up.append(offer.catch_up)
+                seconds = costs.draft_rows(offer.catch_up) if offer.catch_up else 0.0
+                reading.append(seconds / CATCH_UP_HORIZON if candidate.steps_without_drafts else seconds)
+        self.is_model = np.array([method is Method.DRAFT_MODEL for method in self.methods], dtype=np.bool_)
+        self.lengths = np.array([len(run) for run in survivals], dtype=np.int64)
+        self.asked = np.array(asked, dtype=np.int64)
+        self.catch_up = np.array(catch_up, dtype=np.int64)
+        self.reading = np.array(reading, dtype=np.float64)
+        self.survivals = np.zeros((len(survivals), max(map(len, survivals), default=0)))
+        self.survivals[self.inside] = np.fromiter(itertools.chain.from_iterable(survivals), np.float64)
+
+    @property
+    def inside(self) -> NDArray[np.bool_]:
+        """Where there is a slot, [runs, K]."""
+        inside: NDArray[np.bool_] = np.arange(self.survivals.shape[1]) < self.lengths[:, None]
+        return inside
+
+
+def _fitting(candidates: Sequence[DepthCandidate], budget: int) -> set[int]:
+    """Of the candidates whose draft model has to catch up, those for whom there are rows if the shortest go first."""
+    behind = [(offer.catch_up, owner) for owner, one in enumerate(candidates) for offer in one.offers if offer.catch_up]
+    fitting = set()
+    for catch_up, owner in sorted(behind):
+        if catch_up < budget:
+            budget -= catch_up + 1
+            fitting.add(owner)
+    return fitting
+
+
+def _from_zero(steps: NDArray[Any]) -> NDArray[Any]:
+    """Sums of the first 0, 1, ... along the last axis, [..., n + 1]."""
+    sums = np.zeros(
+        (*steps.shape[:-1], steps.shape[-1] + 1), dtype=np.int64 if steps.dtype == np.bool_ else steps.dtype
+    )
+    np.cumsum(steps, axis=-1, out=sums[..., 1:])
+    return sums
 
 
 def _mean_rise(curve: Array) -> float:

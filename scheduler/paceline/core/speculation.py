@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.core.acceptance import AcceptanceModel
+from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel
+from paceline.core.calibration import Calibration
 from paceline.core.cost_model import CostModel, StepKind, StepShape
-from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, Offer, Outcome, StepLoad
+from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, Offer, Outcome, StepLoad, choose_depths
 from paceline.core.params import Method, Verification
 from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.core.request import Request
 from paceline.core.speculation_counts import SpeculationCounts
+from paceline.core.speculation_report import DrafterReport, RequestReport, SpeculationReport, TenantReport
 
 MAX_TENANTS = 1024  # whose counts are kept; the one that was idle for the longest time goes first
 
 
 @dataclass(slots=True)
-class Drafter:
-    """One way to draft under one verification rule: what is expected of it, and what it has done."""
+class TrackRecord:
+    """Of one way to draft under one verification rule: what is expected of it, and what it did for ended requests."""
 
-    acceptance: AcceptanceModel = field(default_factory=AcceptanceModel)
+    acceptance: AcceptanceModel
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
@@ -34,43 +36,47 @@ class SpeculationControl:
     Args:
         policy: chooses depths; it is told every outcome.
         costs: by which seconds saved and seconds spent on rejected drafts are told; None tells none.
+
+    Attributes:
+        drafters: track records.
+        tenants, totals: what speculation brought to requests that have ended.
     """
 
     def __init__(self, policy: DepthPolicy, costs: CostModel | None = None) -> None:
         self.policy = policy
         self.costs = costs
-        self.drafters: dict[tuple[Method, Verification], Drafter] = {}
-        self.tenants: OrderedDict[str, SpeculationCounts] = OrderedDict()
-        self.totals = SpeculationCounts()
-        self.model_drafts = True  # in the last step that offered it a place
         self.forget()
 
     def forget(self) -> None:
         """Start every estimate and count anew, as after a warm-up."""
-        self.drafters = {(method, rule): Drafter() for method in Method for rule in Verification}
-        self.tenants.clear()
+        self.drafters = {
+            (method, rule): TrackRecord(AcceptanceModel(NGRAM_TRAITS if method is Method.NGRAM else MODEL_TRAITS))
+            for method in Method
+            for rule in Verification
+        }
+        self.tenants: OrderedDict[str, SpeculationCounts] = OrderedDict()
         self.totals = SpeculationCounts()
-        self.model_drafts = True
+        self.model_drafts = True  # in the last step that offered it a place
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
-    def choose(self, requests: Sequence[tuple[Request, Mapping[Method, int]]], load: StepLoad) -> list[Chosen]:
+    def choose(self, requests: Mapping[Request, Mapping[Method, int]], load: StepLoad) -> list[Chosen]:
         """Method and depth of each decoding request.
 
         Args:
             requests: with the highest depth by each method that the request may use, none of them 0.
         """
-        candidates = [self._candidate(request, highest, load.budget) for request, highest in requests]
-        chosen = self.policy.choose(candidates, load)
-        if any(Method.DRAFT_MODEL in highest for _, highest in requests):
+        by_id = {request.request_id: request for request in requests}
+        highest = dict(zip(by_id, requests.values(), strict=True))
+        chosen = choose_depths(self.policy, load, highest, lambda i: self._candidate(by_id[i], highest[i], load.budget))
+        if any(Method.DRAFT_MODEL in limits for limits in requests.values()):
             self.model_drafts = any(choice.method is Method.DRAFT_MODEL for choice in chosen)
-        # The bounds of a candidate are those of its farthest offer.
-        return [
-            Chosen(choice.method, min(choice.depth, highest.get(choice.method, 0)))
-            for choice, (_, highest) in zip(chosen, requests, strict=True)
-        ]
+        return chosen
 
     def _candidate(self, request: Request, highest: Mapping[Method, int], budget: int) -> DepthCandidate:
+        if request.speculation.min_depth and Method.DRAFT_MODEL in highest:
+            # n-grams may have nothing to propose: only a model can promise a lowest depth.
+            highest = {Method.DRAFT_MODEL: highest[Method.DRAFT_MODEL]}
         # The newest token is read by the first pass anyway. What does not fit a step is read in parts, of which the
         # first is offered here; the scheduler grants no drafts before the last.
         catch_up = min(max(0, request.draft_gap - 1), budget // 2)
@@ -96,7 +102,7 @@ class SpeculationControl:
         pairs = list(zip(plan.work, result.sequences, strict=True))
         shape = _shape(pairs, requests)
         bill = None if self.costs is None else _Bill(self.costs, shape, pairs)
-        drafts = []
+        drafts, emitted = [], 0
         for work, sequence in pairs:
             request = requests.get(work.request_id)
             # A run that computes a whole prompt besides is no verify step: it could not have drafted.
@@ -105,27 +111,91 @@ class SpeculationControl:
             self._learn(request, work, sequence)
             self._record(request, work, sequence, bill)
             drafts.append((work.request_id, sequence.num_drafted, sequence.num_accepted))
-        emitted = sum(len(sequence.token_ids) for sequence in result.sequences)
+            emitted += len(sequence.token_ids)
         times = result.times
         if self.costs is not None:
             self.costs.observe(shape, times.draft, times.total)
         self.policy.observe(Outcome(shape, times.draft, times.total, emitted, tuple(drafts)))
 
-    def end(self, request_id: int) -> None:
-        """The request is gone."""
-        self.policy.forget(request_id)
+    def end(self, request: Request) -> None:
+        """The request is gone: what it brought is booked for its tenant, its drafters and the whole server."""
+        self.policy.forget(request.request_id)
+        for method, counts in request.counts_by_method.items():
+            self.drafters[method, request.params.verification].counts.add(counts)
+        counts = request.counts
+        self.totals.add(counts)
+        tenant = self.tenants.setdefault(request.tenant, SpeculationCounts())
+        tenant.add(counts)
+        self.tenants.move_to_end(request.tenant)
+        if len(self.tenants) > MAX_TENANTS:
+            self.tenants.popitem(last=False)
+
+    # -- what there is to tell -----------------------------------------------------------------------------------------
+
+    def calibration(self, method: Method, rule: Verification) -> Calibration:
+        """How well the acceptance of that drafter was predicted."""
+        return self.drafters[method, rule].acceptance.calibration
+
+    def report(self, requests: Iterable[Request]) -> SpeculationReport:
+        """How speculation does at this moment, the live requests included.
+
+        Args:
+            requests: the live ones.
+        """
+        drafters = {key: record.counts.copy() for key, record in self.drafters.items()}
+        tenants = defaultdict(SpeculationCounts, {name: counts.copy() for name, counts in self.tenants.items()})
+        totals = self.totals.copy()
+        live = {}
+        for request in requests:
+            counts = request.counts
+            for method, own in request.counts_by_method.items():
+                drafters[method, request.params.verification].add(own)
+            tenants[request.tenant].add(counts)
+            totals.add(counts)
+            live[request.request_id] = self._request_report(request, counts)
+        errors = {} if self.costs is None else self.costs.errors()
+        plain = errors.get(StepKind.DECODE)
+        return SpeculationReport(
+            decision=self.policy.decision,
+            drafters={
+                key: DrafterReport(tuple(self.drafters[key].acceptance.rates()), counts)
+                for key, counts in drafters.items()
+                if counts.drafted
+            },
+            tenants={name: self._tenant_report(name, counts) for name, counts in tenants.items()},
+            requests=live,
+            totals=totals,
+            errors=errors,
+            checked_saved_seconds=totals.gained_seconds * plain.ratio - totals.spent_seconds if plain else None,
+        )
+
+    def _tenant_report(self, tenant: str, counts: SpeculationCounts) -> TenantReport:
+        acceptance = {
+            key: record.acceptance.rates(tenant)[0]
+            for key, record in self.drafters.items()
+            if record.acceptance.is_observed
+        }
+        return TenantReport(acceptance, counts)
+
+    def _request_report(self, request: Request, counts: SpeculationCounts) -> RequestReport:
+        acceptance = {
+            method: self._acceptance(request, method).survivals(request.tenant, residual, 1)[0]
+            for method, residual in request.residuals.items()
+        }
+        return RequestReport(request.tenant, request.depth, acceptance, counts)
+
+    # -- learning ------------------------------------------------------------------------------------------------------
 
     def _learn(self, request: Request, work: SequenceWork, sequence: SequenceResult) -> None:
-        shared = not request.params.edits_logits
-        seen = {work.method: sequence.acceptance} if work.num_drafts else {}
-        if work.num_drafts and not sequence.num_drafted:
-            seen[work.method] = (0.0,)  # it had nothing to propose, which the next choice should know
-        if work.scores_ngram:
-            seen[Method.NGRAM] = sequence.scored
         for method, residual in request.residuals.items():
+            if work.num_drafts and method is work.method:
+                # That it had nothing to propose is what the next choice should know.
+                labels = sequence.acceptance if sequence.num_drafted else (0.0,)
+            else:
+                labels = sequence.scored if method is Method.NGRAM and work.scores_ngram else ()
             model = self._acceptance(request, method)
-            if seen.get(method):
-                model.observe(request.tenant, residual, seen[method], shared)
+            if labels:
+                model.observe(request.tenant, residual, labels, shared=not request.params.edits_logits)
             else:
                 model.age(residual)
         request.steps_without_drafts = 0 if work.num_drafts else request.steps_without_drafts + 1
@@ -133,19 +203,10 @@ class SpeculationControl:
     def _record(self, request: Request, work: SequenceWork, sequence: SequenceResult, bill: _Bill | None) -> None:
         emitted, drafted = len(sequence.token_ids), sequence.num_drafted
         accepted = min(sequence.num_accepted, emitted)
-        saved, rejected = (0.0, 0.0) if bill is None else bill.of(work, emitted, drafted, accepted)
-        everyone = [request.counts, self._tenant(request.tenant), self.totals]
-        if work.num_drafts:
-            everyone.append(self.drafters[work.method, request.params.verification].counts)
-        for counts in everyone:
-            counts.record(emitted, drafted, accepted, saved, rejected)
-
-    def _tenant(self, name: str) -> SpeculationCounts:
-        counts = self.tenants.setdefault(name, SpeculationCounts())
-        self.tenants.move_to_end(name)
-        if len(self.tenants) > MAX_TENANTS:
-            self.tenants.popitem(last=False)
-        return counts
+        seconds = (0.0, 0.0, 0.0) if bill is None else bill.of(work, emitted, drafted, accepted)
+        method = work.method if work.num_drafts else Method.NONE
+        request.depth = drafted
+        request.counts_by_method[method].record(emitted, drafted, accepted, *seconds)
 
 
 class _Bill:
@@ -164,12 +225,14 @@ class _Bill:
             float((later if number else first)[count]) / count for number, count in enumerate(shape.draft_passes)
         ]
 
-    def of(self, work: SequenceWork, emitted: int, drafted: int, accepted: int) -> tuple[float, float]:
-        """Seconds saved by one request's drafts, and spent on those of them that were rejected."""
+    def of(self, work: SequenceWork, emitted: int, drafted: int, accepted: int) -> tuple[float, float, float]:
+        """Seconds gained by one request's drafts, spent on them, and spent on those of them that were rejected."""
+        if not work.num_drafts:
+            return 0.0, 0.0, 0.0
         passes = self._passes[: work.num_drafts] if work.method is Method.DRAFT_MODEL else []
         spent = drafted * self._slot + sum(passes)
         rejected = (drafted - accepted) * self._slot + sum(passes[accepted:])
-        return (emitted - 1) * self._without / self._sampling - spent, rejected
+        return (emitted - 1) * self._without / self._sampling, spent, rejected
 
 
 def _shape(pairs: list[tuple[SequenceWork, SequenceResult]], requests: Mapping[int, Request]) -> StepShape:

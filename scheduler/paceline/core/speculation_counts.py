@@ -2,51 +2,94 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Totals over verify steps, which are the decodes. Mutated by `record` only.
+    """Totals over verify steps, which are the decodes. Mutated by `record` and `add` only.
 
     Attributes:
         emitted: tokens that the verify steps brought.
-        draft_steps: verify steps with a draft to verify.
-        drafted, accepted: drafts verified, and those of them that were emitted.
-        drafted_by_position, accepted_by_position: the same for each position of a draft.
-        depths: verify steps by the number of drafts verified, from 0.
-        saved_seconds: what the same tokens would have taken without drafts, by the cost model, less what they took.
-        rejected_seconds: of what they took, the price of drafts that were rejected.
+        steps: verify steps by (drafts verified, those of them that were emitted).
+        gained_seconds: what the tokens that drafts brought would have taken without, by the cost model.
+        spent_seconds: what the drafts took.
+        rejected_seconds: of that, the price of drafts that were rejected.
     """
 
-    verify_steps: int = 0
     emitted: int = 0
-    draft_steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    drafted_by_position: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    saved_seconds: float = 0.0
+    steps: dict[tuple[int, int], int] = field(default_factory=dict)
+    gained_seconds: float = 0.0
+    spent_seconds: float = 0.0
     rejected_seconds: float = 0.0
 
-    def record(self, emitted: int, drafted: int, accepted: int, saved: float = 0.0, rejected: float = 0.0) -> None:
-        """Book one verify step; `saved` and `rejected` are in seconds."""
-        self.verify_steps += 1
+    def record(
+        self, emitted: int, drafted: int, accepted: int, gained: float = 0.0, spent: float = 0.0, rejected: float = 0.0
+    ) -> None:
+        """Book one verify step; what was gained, spent and rejected is in seconds."""
         self.emitted += emitted
-        self.draft_steps += drafted > 0
-        self.drafted += drafted
-        self.accepted += accepted
-        _count(self.drafted_by_position, drafted)
-        _count(self.accepted_by_position, accepted)
-        self.depths.extend([0] * (drafted + 1 - len(self.depths)))
-        self.depths[drafted] += 1
-        self.saved_seconds += saved
+        key = drafted, accepted
+        self.steps[key] = self.steps.get(key, 0) + 1
+        self.gained_seconds += gained
+        self.spent_seconds += spent
         self.rejected_seconds += rejected
 
+    def copy(self) -> SpeculationCounts:
+        return replace(self, steps=dict(self.steps))
 
-def _count(by_position: list[int], reached: int) -> None:
-    """One more at each of the first `reached` positions."""
-    by_position.extend([0] * (reached - len(by_position)))
-    for position in range(reached):
-        by_position[position] += 1
+    def add(self, other: SpeculationCounts) -> None:
+        """Book all that `other` has."""
+        self.emitted += other.emitted
+        for key, steps in other.steps.items():
+            self.steps[key] = self.steps.get(key, 0) + steps
+        self.gained_seconds += other.gained_seconds
+        self.spent_seconds += other.spent_seconds
+        self.rejected_seconds += other.rejected_seconds
+
+    @property
+    def saved_seconds(self) -> float:
+        """What the same tokens would have taken without drafts, by the cost model, less what they took."""
+        return self.gained_seconds - self.spent_seconds
+
+    @property
+    def verify_steps(self) -> int:
+        return sum(self.steps.values())
+
+    @property
+    def draft_steps(self) -> int:
+        """Verify steps with a draft to verify."""
+        return sum(steps for (drafted, _), steps in self.steps.items() if drafted)
+
+    @property
+    def drafted(self) -> int:
+        """Drafts verified."""
+        return sum(drafted * steps for (drafted, _), steps in self.steps.items())
+
+    @property
+    def accepted(self) -> int:
+        """Drafts emitted."""
+        return sum(accepted * steps for (_, accepted), steps in self.steps.items())
+
+    @property
+    def depths(self) -> list[int]:
+        """Verify steps by the number of drafts verified, from 0."""
+        counts = [0] * (1 + max((drafted for drafted, _ in self.steps), default=-1))
+        for (drafted, _), steps in self.steps.items():
+            counts[drafted] += steps
+        return counts
+
+    @property
+    def drafted_by_position(self) -> list[int]:
+        return self._by_position(0)
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        return self._by_position(1)
+
+    def _by_position(self, which: int) -> list[int]:
+        """Steps that went as far as each position or farther, by drafts verified or by drafts emitted."""
+        counts = [0] * max((key[which] for key in self.steps), default=0)
+        for key, steps in self.steps.items():
+            for position in range(key[which]):
+                counts[position] += steps
+        return counts

@@ -105,16 +105,13 @@ class Engine:
 
         Raises:
             InvalidArgument: a token id outside the vocabulary, an empty prompt, text that is not Unicode, an unknown
-                role, more logprobs than allowed, a grammar that cannot be.
-            FailedPrecondition: a drafting method that is not loaded, a conversation for a model without a chat
-                template, a grammar where none are served.
+                role, more logprobs than allowed, a grammar that cannot be, a lowest depth above what is allowed.
+            FailedPrecondition: a drafting method that is not loaded or that the tenant may not use, a conversation for
+                a model without a chat template, a grammar where none are served.
         """
-        method = request.speculation.method
-        if method is not None and method not in self.methods:
-            available = ", ".join(sorted(self.methods))
-            raise FailedPrecondition(f"speculation.mode = {method}: not loaded here; available: {available}")
+        self._check_method(request)
         request.speculation.rule_for(request.sampling)
-        self.scheduler.check_depth(request.speculation)
+        self.scheduler.bounded(request.speculation, request.tenant)
         for string in request.stop.strings:
             _check_unicode("stop.strings", string)
         self._check_ids("stop.token_ids", request.stop.token_ids)
@@ -288,6 +285,14 @@ class Engine:
         assert self._completions.keys() == self.scheduler.requests.keys(), "one stop checker per live completion"
 
     # -- validation ---------------------------------------------------------------------------------------------------
+
+    def _check_method(self, request: GenerationRequest) -> None:
+        method = request.speculation.method
+        available = self.methods & self.scheduler.allowed_methods(request.tenant)
+        if method is not None and method not in available:
+            reason = f"not allowed to tenant {request.tenant!r}" if method in self.methods else "not loaded here"
+            names = ", ".join(sorted(available))
+            raise FailedPrecondition(f"speculation.mode = {method}: {reason}; available: {names}")
 
     def _encode_prompt(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

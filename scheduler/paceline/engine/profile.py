@@ -19,6 +19,7 @@ from paceline.core.params import Method, SamplingParams, SequenceParams, Verific
 from paceline.core.plan import Admission, SequenceWork, StepPlan, StepResult, StepRunner
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # in which each shape is measured once
+MOST_DRAFTED_ROWS = 512  # that steps with drafts have, up to which every bucket is measured
 SHORT, MEDIUM, LONG = 16, 128, 512  # tokens of context per sequence
 USUAL_DEPTH = 3  # of the sequences that rows are spread over
 FEW_PASSES, MORE_PASSES = 1, 3  # depths whose difference is the price of a pass
@@ -33,7 +34,7 @@ def profile(
     config: SchedulerConfig,
     *,
     draft: bool,
-    seconds: float = 4.0,
+    seconds: float = 16.0,
     progress: Callable[[int, int], None] | None = None,
     clock: Callable[[], float],
 ) -> CostModel:
@@ -125,9 +126,11 @@ class _Sample:
 def _shapes(config: SchedulerConfig, draft: bool) -> Iterator[tuple[_Shape, bool]]:
     """Shapes of every kind in turn, the most telling first, and whether one cannot be done without."""
     sequences = _coarse_first(buckets_up_to(config.max_num_seqs, SEQUENCE_BUCKETS))
-    # Powers of two first, by the 0 before them: decodes have the same, and the two tell rows from sequences.
-    buckets = buckets_up_to(config.max_num_batched_tokens, ROW_BUCKETS)
-    rows = [count for count in _coarse_first([0, *buckets]) if count > 1]
+    # Powers of two first, by the 0 before them: decodes have the same, and the two tell rows from sequences. Where only
+    # prompts reach, rows cost alike, and steps are long: the longest says enough.
+    *buckets, largest = buckets_up_to(config.max_num_batched_tokens, ROW_BUCKETS)
+    buckets = [count for count in buckets if count <= MOST_DRAFTED_ROWS]
+    rows = [count for count in _coarse_first([0, *buckets, largest]) if count > 1]
     short = _short(config)
     long = min(LONG, config.max_model_len - 1)
     kinds: list[list[_Shape]] = [

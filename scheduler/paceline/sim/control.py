@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.acceptance import AcceptanceModel, Residual
 from paceline.core.cost_model import CostModel, StepKind, StepShape
-from paceline.core.depth import DepthCandidate, DepthPolicy, Offer, Outcome, StepLoad
+from paceline.core.depth import DepthCandidate, DepthPolicy, Offer, Outcome, StepLoad, choose_depths
 from paceline.core.params import Method
 
 BUDGET = 8192  # rows of a step that drafts and catching up may take: more than any choice here should want
@@ -229,18 +229,22 @@ def simulate_control(
 
 def _choose(policy: DepthPolicy, streams: Sequence[_Stream], estimator: AcceptanceModel | None) -> list[int]:
     """The policy's depth for each stream; it is asked for those that have room for a draft."""
-    candidates = []
-    for stream in streams:
-        if highest := stream.highest:
-            if estimator is None:
-                survivals: Sequence[float] = stream.truth[:highest]
-            else:
-                survivals = estimator.survivals(TENANT, stream.residual, highest)
-            offer = Offer(Method.DRAFT_MODEL, survivals, stream.behind)
-            candidates.append(DepthCandidate(stream.request_id, (offer,), 0, highest, stream.steps_without_drafts))
+    drafting = {stream.request_id: stream for stream in streams if stream.highest}
+
+    def candidate(request_id: int) -> DepthCandidate:
+        stream = drafting[request_id]
+        highest = stream.highest
+        if estimator is None:
+            survivals: Sequence[float] = stream.truth[:highest]
+        else:
+            survivals = estimator.survivals(TENANT, stream.residual, highest)
+        offer = Offer(Method.DRAFT_MODEL, survivals, stream.behind)
+        return DepthCandidate(request_id, (offer,), 0, highest, stream.steps_without_drafts)
+
     load = StepLoad(rows=len(streams), context=0, sampling=len(streams), budget=BUDGET)
-    chosen = zip(candidates, policy.choose(candidates, load), strict=True)
-    depth_of = {candidate.request_id: choice.depth for candidate, choice in chosen}
+    highest = {request_id: {Method.DRAFT_MODEL: stream.highest} for request_id, stream in drafting.items()}
+    chosen = zip(drafting, choose_depths(policy, load, highest, candidate), strict=True)
+    depth_of = {request_id: choice.depth for request_id, choice in chosen}
     return [depth_of.get(stream.request_id, 0) for stream in streams]
 
 
