@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import resource
 import subprocess
@@ -10,14 +12,28 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
+from scipy import stats
 from typer.testing import CliRunner
 
-from paceline.bench import acceptance, backends, depth, grammar, limits, sampling, serving, synthetic
+from paceline.bench import (
+    acceptance,
+    backends,
+    calibration,
+    depth,
+    grammar,
+    limits,
+    sampling,
+    serving,
+    swing,
+    synthetic,
+)
 from paceline.bench.limits import Figure, Memory, Passes
 from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
 from paceline.cli import app
+from paceline.core.calibration import Calibration
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument
@@ -246,45 +262,141 @@ def test_peak_memory_is_the_systems() -> None:
     assert limits.peak_memory() == pytest.approx(known, rel=0.05)
 
 
+# -- depth ------------------------------------------------------------------------------------------------------------
+
+
 def test_depth_compares_auto_with_everything_else(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     engine = _engine(pair)
     policy = engine.scheduler.speculation.policy
-    settings = depth.parse_settings("off,2,auto,realizar", Method.DRAFT_MODEL)
-    cells = depth.measure(engine, PROMPTS, [1, 2], settings, 8, rounds=2, sampling=GREEDY)
+    settings = depth.parse_settings("off,2,auto,realizar,draft-full-then-trim", Method.DRAFT_MODEL)
+    cells = depth.measure(
+        engine, PROMPTS, [1, 2], settings, max_tokens=8, prompts_per_cell=3, explore=1, rounds=2, sampling=GREEDY
+    )
     assert engine.scheduler.speculation.policy is policy
-    assert [(cell.streams, cell.setting.name) for cell in cells] == [
-        (size, name) for size in (1, 2) for name in ("off", "2", "auto", "realizar")
-    ]
+    assert [cell.streams for cell in cells] == [1, 2]
     for cell in cells:
-        assert len(cell.rates) == 2
-        assert min(cell.rates) > 0
-    drafted = {cell.setting.name: max(cell.depths) for cell in cells}
-    assert drafted["off"] == 0
-    assert drafted["2"] > 1
-    assert drafted["realizar"] > 1
+        assert list(cell.runs) == ["off", "2", "auto", "realizar", "draft-full-then-trim"]
+        for name, run in cell.runs.items():
+            assert len(run.explored) == 1
+            assert len(run.compared) == (2 if name in ("auto", "off", cell.best) else 0)
+            assert run.rate > 0
+        assert cell.runs["off"].depth == 0
+        assert 1 < cell.runs["2"].depth <= 2
+        assert cell.runs["realizar"].depth > 1
+        assert 0.5 < cell.runs["draft-full-then-trim"].depth < 6, "random models: most of 8 is not worth verifying"
     depth.render(cells, title="a title")
     assert "auto / best fixed" in capsys.readouterr().out
 
 
-def test_the_best_is_chosen_in_other_rounds_than_it_is_compared_in() -> None:
-    bounds = SpeculationParams()
-    auto = depth.Cell(1, depth.Setting("auto", bounds), rates=[6.0, 1.0, 6.0, 1.0])
-    lucky = depth.Cell(1, depth.Setting("1", bounds), rates=[9.0, 2.0, 9.0, 2.0])
-    steady = depth.Cell(1, depth.Setting("2", bounds), rates=[4.0, 3.0, 4.0, 3.0])
-    best, ratio, half = auto.best_over([lucky, steady])
-    assert best is steady
-    assert (ratio, half) == (1.5, 0.0)
+def test_what_is_exact_about_a_workload(pair: tuple[Path, Path]) -> None:
+    """A batch counts from the last first token to the first end."""
+    engine = build_engine(
+        EngineSettings(str(pair[0]), str(pair[1]), "float32", max_num_seqs=8, max_num_batched_tokens=64)
+    )
+    bounds = SpeculationParams(Method.NONE)
+    # The second prompt needs a second step, which is the first stream's second token.
+    batch = [((5,) * 40, GREEDY), ((6,) * 60, GREEDY)]
+    tokens, seconds, control, counts = depth.serve_batch(engine, batch, bounds, max_tokens=8)
+    assert tokens == 2 * (8 - 2)
+    assert 0 < control < seconds
+    assert (counts.verify_steps, counts.drafted) == ((8 - 1) + (8 - 2), 0)
+    assert not engine.has_work
 
 
-def test_copying_and_wild_streams_are_mixed(pair: tuple[Path, Path]) -> None:
-    settings = depth.parse_settings("off,auto", None)
-    cells = depth.measure(_engine(pair), PROMPTS, [2], settings, 6, rounds=1, sampling=None)
-    assert all(len(cell.rates) == 1 for cell in cells)
+def test_workloads_are_whole_batches() -> None:
+    prompts = [(1,), (2,), (3,)]
+    batches = depth.workload(prompts, streams=2, least=3, sampling=GREEDY)
+    assert batches == [[((1,), GREEDY), ((2,), GREEDY)], [((3,), GREEDY), ((1,), GREEDY)]]
+    assert [len(batch) for batch in depth.workload(prompts, streams=16, least=8, sampling=GREEDY)] == [16]
+    copying, wild = depth.MIXED
+    assert depth.workload(prompts, streams=1, least=2, sampling=None) == [[((1,) * 4, copying)], [((2,), wild)]]
+
+
+def _cell(streams: int, **rates: tuple[list[float], list[float]]) -> depth.Cell:
+    """Rates of exploring and of comparing repetitions by setting; fixed depths as d1, d2, ..."""
+    runs = {}
+    for key, (explored, compared) in rates.items():
+        name = key.removeprefix("d")
+        samples = [[depth.Sample(rate, 0.0, 0.0) for rate in kind] for kind in (explored, compared)]
+        runs[name] = depth.Run(depth.Setting(name, SpeculationParams()), None, *samples)
+    return depth.Cell(streams, runs)
+
+
+def test_the_best_is_chosen_in_other_repetitions_than_it_is_compared_in() -> None:
+    cell = _cell(
+        1,
+        off=([1.0, 1.0], [3.0, 3.0]),
+        d1=([3.0, 2.0], []),
+        d2=([3.0, 4.0], [4.0, 2.0]),
+        auto=([6.0, 4.0], [6.0, 3.0]),
+    )
+    assert cell.best == "2"
+    assert cell.compare("2") == (1.5, 0.0)
+    assert cell.compare("off").mean == 1.5
+    assert cell.explored_ratio("1") == 2.0
+
+
+def test_intervals_are_students() -> None:
+    generator = np.random.default_rng(1)
+    for count in (2, 6, 15):
+        values = generator.normal(1.0, 0.1, count)
+        low, high = stats.t.interval(0.95, count - 1, values.mean(), stats.sem(values))
+        interval = depth.Interval.of(values.tolist())
+        assert interval.mean == pytest.approx(values.mean())
+        assert interval.half_width == pytest.approx((high - low) / 2, rel=0.005)
+    assert depth.Interval.of([2.0]) == (2.0, math.inf)
+
+
+def test_bounds_that_are_missed_are_named() -> None:
+    good = _cell(2, off=([1.0], [1.0, 1.0]), d1=([1.2], []), d2=([2.0], [2.0, 2.0]), auto=([2.0], [2.0, 2.0]))
+    other = _cell(4, off=([1.0], [1.0, 1.0]), d1=([2.0], [2.0, 2.0]), d2=([1.0], []), auto=([2.0], [2.0, 2.0]))
+    assert depth.best_single([good, other]) == ("1", pytest.approx((2 / 1.2) ** 0.5))
+    assert depth.missed([good, other]) == []
+    assert depth.missed([good]) == [], "a single cell is no sweep"
+    assert depth.missed([good, good]) == ["sweep: auto is 1.000 x the best single fixed depth (2), below 1.05"]
+    slow = _cell(1, off=([2.0], [2.0, 2.0]), d1=([1.0], []), auto=([2.0], [1.9, 1.9]))
+    unsure = _cell(8, off=([1.0], [1.0, 1.0]), d1=([2.0], [2.0, 2.0]), auto=([2.0], [1.8, 2.2]))
+    assert depth.missed([slow]) == [
+        "1 stream: auto is 0.950 +- 0.000 x the best fixed depth (off), below 0.97",
+        "1 stream: auto is 0.950 +- 0.000 x off, below 0.98",
+    ]
+    assert depth.missed([unsure]) == ["8 streams: auto over the best fixed depth is known to 1.271, not 0.02"]
+
+
+def test_the_command_depth(tmp_path: Path) -> None:
+    """With one drafter for all, who is the other one than by default."""
+    target, draft = tiny_pair(tmp_path, max_position_embeddings=4096)
+    command = ["bench", "depth", "--model", str(target), "--draft", str(draft), "--method", "ngram"]
+    options = ["--concurrency", "1,2", "--depth", "off,1,2,auto,hf", "--max-tokens", "4", "--prompts-per-cell", "2"]
+    files = ["--rounds", "2", "--json", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, [*command, *options, *files])
+    assert result.exit_code == 0, result.output
+    said = json.loads((tmp_path / "out.json").read_text())
+    assert said["settings"]["method"] == "ngram"
+    assert [cell["streams"] for cell in said["cells"]] == [1, 2]
+    for cell in said["cells"]:
+        assert [run["depth"] for run in cell["depths"]] == ["off", "1", "2", "auto", "hf"]
+        assert len(cell["auto_over_best_fixed"]["ratios"]) == len(cell["auto_over_off"]["ratios"]) == 2
+    assert said["sweep"]["best_single"] in ("off", "1", "2")
+    assert "auto / hf" in result.output
+
+
+def test_a_method_restricts_auto_and_fixed_depths_alike() -> None:
+    ngram = depth.parse_method("ngram")
+    methods = {s.name: s.bounds.method for s in depth.parse_settings("off,3,auto,hf", ngram, ngram)}
+    assert methods == {"off": Method.NONE, "3": Method.NGRAM, "auto": Method.NGRAM, "hf": Method.NGRAM}
+    methods = {s.name: s.bounds.method for s in depth.parse_settings("off,3,auto", Method.DRAFT_MODEL)}
+    assert methods == {"off": Method.NONE, "3": Method.DRAFT_MODEL, "auto": None}
+    assert [depth.default_method(draft) for draft in ("demo", "ngram")] == [Method.DRAFT_MODEL, Method.NGRAM]
+    with pytest.raises(InvalidArgument, match="method = 'none': must be auto, draft_model, ngram"):
+        depth.parse_method("none")
 
 
 def test_unknown_depths_are_refused_by_name() -> None:
     with pytest.raises(InvalidArgument, match="depth = 'deep': must be off, auto, a number, or one of"):
         depth.parse_settings("off,deep", None)
+    with pytest.raises(InvalidArgument, match="depth = 'off,2': must be a list with auto and off in it"):
+        depth.parse_settings("off,2", None)
     with pytest.raises(InvalidArgument, match=r"synthetic = '0.5,2': must be probabilities"):
         synthetic.parse_rates("0.5,2")
 
@@ -302,6 +414,141 @@ def test_synthetic_acceptance_is_as_decreed(pair: tuple[Path, Path]) -> None:
     lucky, unlucky = (stats[first], stats[second]) if first % 2 == 0 else (stats[second], stats[first])
     assert lucky.accepted_tokens == lucky.drafted_tokens > 0
     assert unlucky.accepted_tokens == 0 < unlucky.drafted_tokens
+
+
+# -- swing ------------------------------------------------------------------------------------------------------------
+
+
+def _phase(*depths: int, seconds: float = 0.25) -> swing.Phase:
+    """One stream; a step with one decode of each depth, a token each."""
+    steps = [swing.Step(i * seconds, (i + 1) * seconds, 1, depth, 1) for i, depth in enumerate(depths)]
+    return swing.Phase(1, steps)
+
+
+def test_depth_over_time() -> None:
+    phase = _phase(0, 2, 2, 4, 4, 4, 4, 4)
+    assert phase.rate == 4.0
+    assert phase.depth_by_second() == [2.0, 4.0]
+    # Means over half a second: 0, 1, 2, 3, 4, 4, 4, 4. The level is 3.5, and near it is from 2.625 on.
+    assert phase.settled() == (3.5, 1.0)
+
+
+def test_a_depth_settles_where_it_stays() -> None:
+    """A moment near the level is not enough, and what a later request needs does not count against the swing."""
+    assert _phase(4, 4, 0, 0, *[4] * 8).settled() == (4.0, 1.5)
+    assert _phase(*[4] * 8, 0, 0, 4, 4).settled() == (4.0, 0.25)
+    assert _phase(*[0, 0, 0, 8, 8, 8] * 4).settled()[1] is None
+    prefill = swing.Phase(1, [swing.Step(0.0, 0.25, 0, 0, 0), *_phase(2, 2, 2).steps])
+    assert prefill.settled()[0] == 2.0, "a step without decodes has no depth"
+    assert swing.Phase(1, [swing.Step(0.0, 1.0, 1, 0, 0)]).settled() == (0.0, None)
+
+
+def test_a_closed_loop_keeps_the_number_of_streams(pair: tuple[Path, Path]) -> None:
+    engine = _engine(pair)
+    stop = StopParams(max_tokens=3, ignore_eos=True)
+    added = itertools.count()
+    requests = (GenerationRequest((5, 6, 7), GREEDY, stop, SpeculationParams(Method.NONE)) for _ in added)
+    loop = swing.ClosedLoop(engine, requests)
+    ticks = itertools.count()
+    engine.clock = lambda: next(ticks) * 0.001  # a millisecond every time that somebody looks
+    up = loop.run(3, 0.05)
+    assert up.streams == 3
+    assert next(added) > 3, "those that end are replaced"
+    assert max(step.tokens for step in up.steps) == 3
+    assert up.steps[-1].began < 0.05 <= up.steps[-1].ended
+    loop.resize(3)
+    oldest = min(engine.scheduler.requests)
+    loop.resize(1)
+    assert list(engine.scheduler.requests) == [oldest]
+    assert {step.tokens for step in loop.run(1, 0.05).steps} == {1}
+    loop.resize(0)
+    assert not engine.has_work
+
+
+def test_auto_is_compared_with_the_best_depth_of_each_phase() -> None:
+    def ride(name: str, *seconds: float) -> swing.Ride:
+        """Four tokens a phase."""
+        phases = [_phase(*[2] * 4, seconds=each) for each in seconds]
+        return swing.Ride(depth.Setting(name, SpeculationParams()), phases)
+
+    rides = [ride("off", 0.25, 1.0), ride("2", 1.0, 0.5), ride("auto", 0.5, 0.5)]
+    comparisons = swing.compare(rides)
+    assert [(c.best, c.best_rate, c.ratio) for c in comparisons] == [("off", 4.0, 0.5), ("2", 2.0, 1.0)]
+    assert swing.share_of_best(comparisons) == pytest.approx(4 / 6)
+    assert swing.missed(comparisons) == ["auto emits 0.667 x the best fixed depth of each phase, below 0.95"]
+    lost = swing.Comparison(_phase(*[0, 0, 0, 8, 8, 8] * 4), "2", 4.0)
+    late = swing.Comparison(_phase(*[0] * 11, *[4] * 20), "2", 4.0)
+    assert swing.missed([lost, late]) == [
+        "phase 1, 1 stream: depth settled after never, not 2.0 s",
+        "phase 2, 1 stream: depth settled after 3.2 s, not 2.0 s",
+    ]
+
+
+def test_the_command_swing(tmp_path: Path) -> None:
+    target, draft = tiny_pair(tmp_path, max_position_embeddings=4096)
+    command = ["bench", "swing", "--model", str(target), "--draft", str(draft), "--low", "1", "--high", "3"]
+    options = ["--seconds", "0.2", "--swings", "2", "--depth", "off,2,auto", "--prompt-tokens", "5"]
+    result = CliRunner().invoke(app, [*command, *options, "--json", str(tmp_path / "out.json")])
+    assert result.exit_code == 0, result.output
+    assert "auto / best fixed depth of each phase" in result.output
+    said = json.loads((tmp_path / "out.json").read_text())
+    assert [run["depth"] for run in said["depths"]] == ["off", "2", "auto"]
+    for run in said["depths"]:
+        assert [phase["streams"] for phase in run["phases"]] == [1, 3, 1, 3]
+        assert all(phase["rate"] > 0 for phase in run["phases"])
+    off, two = said["depths"][:2]
+    assert all(set(phase["depth_by_second"]) == {0.0} for phase in off["phases"])
+    assert all(max(phase["depth_by_second"]) <= 2.0 for phase in two["phases"])
+
+
+# -- calibration ------------------------------------------------------------------------------------------------------
+
+
+def _calibration(*rows: tuple[float, float, int]) -> Calibration:
+    """By position: predicted, observed, and how many drafts."""
+    made = Calibration()
+    for position, (predicted, observed, drafts) in enumerate(rows):
+        made.record(np.full(drafts, position), np.full(drafts, predicted), np.full(drafts, observed))
+    return made
+
+
+def test_calibration_flags_gaps_that_count(capsys: pytest.CaptureFixture[str]) -> None:
+    key, other = (Method.DRAFT_MODEL, Verification.GREEDY), (Method.NGRAM, Verification.GREEDY)
+    good = _calibration((0.8, 0.81, 300), (0.5, 0.9, 199))  # too few to count
+    bad = _calibration((0.8, 0.84, 200))
+    assert calibration.missed({key: good}) == []
+    assert calibration.missed({key: good, other: bad}) == [
+        "ngram, greedy: a gap of 0.040 at a position with 200 drafts or more, above 0.03"
+    ]
+    calibration.render({key: good, other: bad}, title="a title")
+    out = capsys.readouterr().out
+    assert [line.split()[-2] for line in out.splitlines() if "!" in line] == ["!"]
+    assert "-0.040" in out
+    said = calibration.to_json({key: good, other: bad}, {})
+    assert [(d["method"], d["rule"], d["largest_gap"]) for d in said["drafters"]] == [
+        ("draft_model", "greedy", pytest.approx(0.01)),
+        ("ngram", "greedy", pytest.approx(0.04)),
+    ]
+    assert said["drafters"][0]["by_position"][1] == {
+        "drafts": 199,
+        "predicted": pytest.approx(0.5),
+        "observed": pytest.approx(0.9),
+    }
+
+
+def test_the_command_calibration(tmp_path: Path) -> None:
+    target, draft = tiny_pair(tmp_path, max_position_embeddings=4096)
+    command = ["bench", "calibration", "--model", str(target), "--draft", str(draft), "--streams", "4"]
+    options = ["--max-tokens", "8", "--json", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, [*command, *options])
+    assert result.exit_code == 0, result.output
+    drafters = json.loads((tmp_path / "out.json").read_text())["drafters"]
+    assert {drafter["rule"] for drafter in drafters} == {"greedy"}
+    for drafter in drafters:
+        assert drafter["by_position"][0]["drafts"] > 0
+        for reached in drafter["by_position"]:
+            assert 0 <= reached["observed"] <= 1
+            assert 0 < reached["predicted"] < 1
 
 
 def test_serving_measures_every_way(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

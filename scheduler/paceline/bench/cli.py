@@ -14,6 +14,15 @@ Concurrency = Annotated[str, typer.Option(help="Streams at once, comma-separated
 Depth = Annotated[str, typer.Option(help="off, auto or fixed depths, comma-separated.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Times that every cell is measured; medians are shown.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+Drafter = Annotated[
+    str,
+    typer.Option(
+        "--method",
+        help="draft_model or ngram: the only drafter of auto and fixed depths; auto: auto has all that there are, "
+        "and fixed depths draft with the model if there is one.",
+    ),
+]
+JsonOut = Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")]
 
 app = typer.Typer(help="Measure the engine against itself, in one run.", no_args_is_help=True)
 
@@ -121,10 +130,19 @@ def depth(
     draft: Draft = "demo",
     concurrency: Concurrency = "1,2,4,8,16,32",
     depths: Annotated[
-        str, typer.Option("--depth", help="off, auto, fixed depths and names of baselines, comma-separated.")
+        str, typer.Option("--depth", help="off, auto, other fixed depths and names of baselines, comma-separated.")
     ] = "off,1,2,3,4,5,6,7,8,auto",
+    method: Drafter = "auto",
     max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")] = 96,
-    rounds: Rounds = 6,
+    prompts_per_cell: Annotated[
+        int, typer.Option(min=1, help="Streams of every repetition, at least; served in batches of the concurrency.")
+    ] = 8,
+    explore: Annotated[
+        int, typer.Option(min=1, help="Repetitions with every setting, to choose the best fixed depth.")
+    ] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=2, help="Repetitions after that with auto, off and the best fixed depth, in turn.")
+    ] = 6,
     dtype: Dtype = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     mixed: Annotated[
@@ -135,32 +153,113 @@ def depth(
         str | None,
         typer.Option(help="Keep drafts with this probability instead of the models'; several: requests in turn."),
     ] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    json_out: JsonOut = None,
 ) -> None:
-    """The adaptive depth against every fixed one and against other rules, decode alone."""
-    from paceline.bench.depth import measure, parse_settings, render, to_json
+    """The adaptive depth against the best fixed one, no drafts, and other rules: decode alone, of the same streams."""
+    from paceline.bench.depth import default_method, measure, parse_method, parse_settings, render, to_json
     from paceline.bench.synthetic import decree, parse_rates
     from paceline.bench.throughput import parse_sizes
-    from paceline.core.params import Method, SamplingParams
+    from paceline.core.params import SamplingParams
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
-    sizes = parse_sizes(concurrency)
-    method = Method.NGRAM if draft == "ngram" else Method.DRAFT_MODEL
-    settings = parse_settings(depths, None if mixed else method)
+    sizes, drafter = parse_sizes(concurrency), parse_method(method)
+    fixed_drafter = drafter or (None if mixed else default_method(draft))
+    settings = parse_settings(depths, fixed_drafter, drafter)
     engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes)))
     sampling = None if mixed else SamplingParams(temperature=temperature)
     kind = "copying and wild streams" if mixed else f"temperature {temperature}"
-    title = f"{model} with draft {draft}, {kind}: {max_tokens} tokens a stream, {rounds} rounds"
+    title = f"{model} with draft {draft}, method {method}, {kind}: {max_tokens} tokens a stream"
     if synthetic is not None:
         decree(engine, parse_rates(synthetic))
         title = f"SYNTHETIC ACCEPTANCE {synthetic}: {title}"
-    cells = measure(engine, load_prompts(None), sizes, settings, max_tokens, rounds, sampling)
+    cells = measure(
+        engine, load_prompts(None), sizes, settings, max_tokens, prompts_per_cell, explore, rounds, sampling
+    )
     render(cells, title=title)
     if json_out is not None:
-        described = {"model": model, "draft": draft, "streams": kind, "max_tokens": max_tokens}
-        described["synthetic_acceptance"] = synthetic
+        described = {
+            **{"model": model, "draft": draft, "method": method, "dtype": dtype, "streams": kind},
+            **{"max_tokens": max_tokens, "prompts_per_cell": prompts_per_cell, "explore": explore, "rounds": rounds},
+            "synthetic_acceptance": synthetic,
+        }
         json_out.write_text(json.dumps(to_json(cells, described), indent=2) + "\n")
+
+
+@app.command()
+def swing(
+    model: Model = "demo",
+    draft: Draft = "demo",
+    low: Annotated[int, typer.Option(min=1, help="Streams in the first phase, the third, ...")] = 1,
+    high: Annotated[int, typer.Option(min=1, help="Streams in the second phase, the fourth, ...")] = 32,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of every phase.")] = 20.0,
+    swings: Annotated[int, typer.Option(min=1, help="Pairs of phases.")] = 2,
+    depths: Annotated[
+        str, typer.Option("--depth", help="off, auto, other fixed depths and names of baselines, comma-separated.")
+    ] = "off,1,2,3,4,5,6,auto",
+    method: Drafter = "auto",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="To which prompts are cut.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens, after which a new stream begins.")] = 512,
+    dtype: Dtype = "auto",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    json_out: JsonOut = None,
+) -> None:
+    """Load that swings between few streams and many: does the depth follow, and what is lost meanwhile?"""
+    from paceline.bench.depth import default_method, parse_method, parse_settings
+    from paceline.bench.swing import measure, render, to_json
+    from paceline.core.params import SamplingParams
+    from paceline.wiring import EngineSettings, build_engine
+    from paceline_loadtest.prompts import load_prompts
+
+    drafter = parse_method(method)
+    settings = parse_settings(depths, drafter or default_method(draft), drafter)
+    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, low, high)))
+    sampling = SamplingParams(temperature=temperature)
+    sizes = [low, high] * swings
+    rides = measure(engine, load_prompts(None), settings, sizes, seconds, prompt_tokens, max_tokens, sampling)
+    render(
+        rides, title=f"{model} with draft {draft}, method {method}, temperature {temperature}: {seconds:g} s a phase"
+    )
+    if json_out is not None:
+        described = {
+            **{"model": model, "draft": draft, "method": method, "dtype": dtype, "temperature": temperature},
+            **{"seconds": seconds, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens},
+        }
+        json_out.write_text(json.dumps(to_json(rides, described), indent=2) + "\n")
+
+
+@app.command()
+def calibration(
+    model: Model = "demo",
+    draft: Annotated[str, typer.Option(help="Draft directory, demo or ngram.")] = "demo",
+    streams: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")] = 96,
+    dtype: Dtype = "auto",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    json_out: JsonOut = None,
+    plot_out: Annotated[
+        Path | None, typer.Option("--plot", help="Write both curves to this PNG file; needs paceline[plots].")
+    ] = None,
+) -> None:
+    """The acceptance that was predicted before each step, against what was observed after it."""
+    from paceline.bench.calibration import measure, plot, render, to_json
+    from paceline.core.params import SamplingParams
+    from paceline.errors import InvalidArgument
+    from paceline.wiring import EngineSettings, build_engine
+    from paceline_loadtest.prompts import load_prompts
+
+    if draft == "none":
+        raise InvalidArgument("draft", draft, "a directory, demo or ngram: without drafts nothing is predicted")
+    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=streams))
+    measured = measure(engine, load_prompts(None), max_tokens, SamplingParams(temperature=temperature))
+    title = f"{model} with draft {draft}, temperature {temperature}, {streams} streams: {max_tokens} tokens a request"
+    render(measured, title)
+    if json_out is not None:
+        described = {"model": model, "draft": draft, "streams": streams, "dtype": dtype}
+        described |= {"temperature": temperature, "max_tokens": max_tokens}
+        json_out.write_text(json.dumps(to_json(measured, described), indent=2) + "\n")
+    if plot_out is not None:
+        plot(measured, title, plot_out)
 
 
 @app.command()

@@ -1,0 +1,296 @@
+"""Load that swings between few streams and many: how `auto` follows, against every fixed depth."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from paceline.bench.depth import Setting, chosen_by
+from paceline.bench.report import FILE_WIDTH
+from paceline.bench.throughput import AUTO
+from paceline.core.params import SamplingParams, StopParams
+from paceline.engine import Engine, GenerationRequest
+
+WARM_UP_SECONDS = 3.0
+WINDOW = 0.5  # seconds over which a depth is averaged
+STAY = 1.0  # seconds near its level, after which a depth counts as settled
+NEAR_SHARE, NEAR_DRAFTS = 0.25, 0.5  # of the level, whichever allows more
+LEAST_OF_BEST = 0.95  # of the best fixed depth of each phase
+LONGEST_TO_SETTLE = 2.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of the engine.
+
+    Attributes:
+        began, ended: seconds from the phase's start.
+        tokens: emitted.
+        drafts, decodes: planned.
+    """
+
+    began: float
+    ended: float
+    tokens: int
+    drafts: int
+    decodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A time with a constant number of streams; at least one step."""
+
+    streams: int
+    steps: list[Step]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return sum(step.tokens for step in self.steps) / self.steps[-1].ended
+
+    @property
+    def name(self) -> str:
+        return f"{self.streams} stream{'s' if self.streams > 1 else ''}"
+
+    def depth_by_second(self) -> list[float]:
+        """Drafts per decode in the steps that began in each second."""
+        second = np.array([int(step.began) for step in self.steps])
+        drafts = np.bincount(second, [step.drafts for step in self.steps])
+        decodes = np.bincount(second, [step.decodes for step in self.steps])
+        return [float(depth) for depth in drafts / np.maximum(1, decodes)]
+
+    def settled(self) -> tuple[float, float | None]:
+        """The level of the depth, which is its median; and the seconds after which it came to stay near it, None if it
+        never did.
+        """
+        seconds, depths = self._sliding_depths()
+        if not len(depths):
+            return 0.0, None
+        level = float(np.median(depths))
+        near = np.abs(depths - level) <= max(NEAR_SHARE * level, NEAR_DRAFTS)
+        since: float | None = None
+        for at, is_near in zip(seconds.tolist(), near.tolist(), strict=True):
+            if not is_near:
+                since = None
+            elif since is None:
+                since = at
+            elif at - since >= STAY:
+                break
+        return level, since
+
+    def _sliding_depths(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Drafts per decode over the steps that ended in the last `WINDOW` seconds: at the end of every step with a
+        decode in that window.
+        """
+        ended = np.array([step.ended for step in self.steps])
+        totals = np.cumsum([(0, 0), *((step.drafts, step.decodes) for step in self.steps)], axis=0)
+        first = np.searchsorted(ended, ended - WINDOW, side="right")
+        drafts, decodes = (totals[1:] - totals[first]).T
+        decoding = decodes > 0
+        return ended[decoding], drafts[decoding] / decodes[decoding]
+
+
+class ClosedLoop:
+    """A constant number of streams: one that ends is replaced at once; where there are too many, the newest go.
+
+    Args:
+        requests: as many as may be needed.
+    """
+
+    def __init__(self, engine: Engine, requests: Iterator[GenerationRequest]) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._live: list[int] = []  # in order of arrival
+
+    def resize(self, streams: int) -> None:
+        while len(self._live) > streams:
+            self._engine.abort(self._live.pop())
+        while len(self._live) < streams:
+            self._live.append(self._engine.add(next(self._requests)))
+
+    def run(self, streams: int, seconds: float) -> Phase:
+        """Serve so many streams for that time, to the end of a step."""
+        start = self._engine.clock()
+        steps: list[Step] = []
+        began = ended = 0.0
+        while ended < seconds:
+            self.resize(streams)
+            plan = self._engine.plan()
+            assert plan is not None, "a stream is live"
+            outputs = self._engine.finish(plan, self._engine.runner.execute(plan))
+            finished = {output.request_id for output in outputs if output.finish is not None}
+            self._live = [request_id for request_id in self._live if request_id not in finished]
+            depths = [work.num_drafts for work in plan.work if work.samples and work.num_tokens == 1]
+            tokens = sum(len(output.token_ids) for output in outputs)
+            began, ended = ended, self._engine.clock() - start
+            steps.append(Step(began, ended, tokens, sum(depths), len(depths)))
+        return Phase(streams, steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Ride:
+    """One setting through all phases."""
+
+    setting: Setting
+    phases: list[Phase]
+
+    def rate(self, streams: int | None = None) -> float:
+        """Tokens per second of the phases with so many streams, or of all; phases count alike."""
+        rates = [phase.rate for phase in self.phases if streams in (None, phase.streams)]
+        return sum(rates) / len(rates)
+
+
+def measure(
+    engine: Engine,
+    prompts: Sequence[str | tuple[int, ...]],
+    settings: Sequence[Setting],
+    sizes: Sequence[int],
+    seconds: float,
+    prompt_tokens: int,
+    max_tokens: int,
+    sampling: SamplingParams,
+) -> list[Ride]:
+    """Each setting through the same phases, after a short one that is not measured.
+
+    Args:
+        sizes: numbers of streams, by phase.
+        prompt_tokens: to which prompts are cut.
+
+    Raises:
+        InvalidArgument, FailedPrecondition: a setting that the engine refuses.
+    """
+    encoded = [engine.prepare(GenerationRequest(prompt)).prompt_token_ids[:prompt_tokens] for prompt in prompts]
+    stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
+    return [
+        _ride(engine, encoded, setting, sizes, seconds, stop, sampling)
+        for setting in track(settings, description="measuring")
+    ]
+
+
+def _ride(
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    setting: Setting,
+    sizes: Sequence[int],
+    seconds: float,
+    stop: StopParams,
+    sampling: SamplingParams,
+) -> Ride:
+    requests = (GenerationRequest(prompt, sampling, stop, setting.bounds) for prompt in itertools.cycle(prompts))
+    loop = ClosedLoop(engine, requests)
+    with chosen_by(engine, None if setting.make_policy is None else setting.make_policy(engine)):
+        loop.run(max(sizes), min(WARM_UP_SECONDS, seconds))
+        phases = [loop.run(streams, seconds) for streams in sizes]
+        loop.resize(0)
+    return Ride(setting, phases)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`auto` in one phase, against the fixed depth that was best in it."""
+
+    phase: Phase
+    best: str
+    best_rate: float
+
+    @property
+    def ratio(self) -> float:
+        return self.phase.rate / self.best_rate
+
+
+def compare(rides: Sequence[Ride]) -> list[Comparison]:
+    """By phase."""
+    auto = next(ride for ride in rides if ride.setting.name == AUTO)
+    fixed = [ride for ride in rides if ride.setting.is_fixed]
+    comparisons = []
+    for number, phase in enumerate(auto.phases):
+        rates = {ride.setting.name: ride.phases[number].rate for ride in fixed}
+        best = max(rates, key=lambda name: rates[name])
+        comparisons.append(Comparison(phase, best, rates[best]))
+    return comparisons
+
+
+def share_of_best(comparisons: Sequence[Comparison]) -> float:
+    """What `auto` emitted in all phases, over what the best fixed depth of each would have."""
+    return sum(c.phase.rate for c in comparisons) / sum(c.best_rate for c in comparisons)
+
+
+def missed(comparisons: Sequence[Comparison]) -> list[str]:
+    """Each bound that is not kept, in words."""
+    lines = []
+    share = share_of_best(comparisons)
+    if share < LEAST_OF_BEST:
+        lines.append(f"auto emits {share:.3f} x the best fixed depth of each phase, below {LEAST_OF_BEST}")
+    for number, comparison in enumerate(comparisons, 1):
+        _, settled = comparison.phase.settled()
+        if settled is None or settled > LONGEST_TO_SETTLE:
+            when = "never" if settled is None else f"{settled:.1f} s"
+            lines.append(
+                f"phase {number}, {comparison.phase.name}: depth settled after {when}, not {LONGEST_TO_SETTLE} s"
+            )
+    return lines
+
+
+def render(rides: Sequence[Ride], title: str) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    names = {phase.streams: phase.name for phase in rides[0].phases}
+    table = Table(title=title)
+    for column in ("depth", *(f"{name}, tok/s" for name in names.values()), "all, tok/s"):
+        table.add_column(column, justify="right")
+    for ride in rides:
+        rates = [ride.rate(streams) for streams in names] + [ride.rate()]
+        table.add_row(
+            ride.setting.name, *(f"{rate:.1f}" for rate in rates), style="bold" if ride.setting.name == AUTO else None
+        )
+    console.print(table)
+    for line in summary(compare(rides)):
+        console.print(line, highlight=False)
+
+
+def summary(comparisons: Sequence[Comparison]) -> list[str]:
+    lines = []
+    for number, comparison in enumerate(comparisons, 1):
+        phase = comparison.phase
+        level, settled = phase.settled()
+        when = "never settled" if settled is None else f"settled after {settled:.1f} s"
+        by_second = " ".join(f"{depth:.1f}" for depth in phase.depth_by_second())
+        lines.append(
+            f"phase {number}, {phase.name}: auto / best fixed ({comparison.best}) = {comparison.ratio:.3f}; "
+            f"auto's median depth {level:.2f}, {when}; by second: {by_second}"
+        )
+    lines.append(f"auto / best fixed depth of each phase, in all: {share_of_best(comparisons):.3f}")
+    return lines + ([f"MISSED: {line}" for line in missed(comparisons)] or ["every bound is kept"])
+
+
+def to_json(rides: Sequence[Ride], settings: dict[str, Any]) -> dict[str, Any]:
+    comparisons = compare(rides)
+    return {
+        "settings": settings,
+        "depths": [
+            {"depth": ride.setting.name, "phases": [_phase_to_json(phase) for phase in ride.phases]} for ride in rides
+        ],
+        "best_fixed": [comparison.best for comparison in comparisons],
+        "auto_over_best_fixed": share_of_best(comparisons),
+        "missed": missed(comparisons),
+    }
+
+
+def _phase_to_json(phase: Phase) -> dict[str, Any]:
+    level, settled = phase.settled()
+    return {
+        "streams": phase.streams,
+        "rate": phase.rate,
+        "median_depth": level,
+        "settled_seconds": settled,
+        "depth_by_second": phase.depth_by_second(),
+    }
