@@ -21,7 +21,9 @@ class Paceline:
     def load(self, load: Load) -> str:
         # Depth belongs to the request; all else to the engine.
         if self._load is None or replace(self._load, depth=load.depth) != load:
-            self._engine = build_engine(EngineSettings(model=load.target, draft=load.draft, max_num_seqs=load.streams))
+            self._engine = build_engine(
+                EngineSettings(model=load.target, draft=load.draft, max_num_seqs=load.streams, prefix_cache="off")
+            )
         self._load = load
         if load.depth is None:
             self._speculation = SpeculationParams()

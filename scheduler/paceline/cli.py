@@ -109,6 +109,9 @@ def engine_settings(
         typer.Option("--reproducible", help="Greedy and seeded output to the bit, whatever runs beside it."),
     ] = False,
     max_logprobs: Annotated[int, typer.Option(metavar="N", help="Alternatives per token that may be asked for.")] = 20,
+    prefix_cache: Annotated[
+        str, typer.Option(metavar="tenant|shared|off", help="Whose prompts a request may find computed already.")
+    ] = "tenant",
 ) -> EngineSettings:
     """The settings that the options stand for: these are declared here and nowhere else."""
     from paceline.wiring import EngineSettings
@@ -132,6 +135,7 @@ def engine_settings(
         threads=threads,
         reproducible=reproducible,
         max_logprobs=max_logprobs,
+        prefix_cache=prefix_cache,
     )
 
 

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from paceline import cost_cache, demo
 from paceline.core.adaptive_depth import MAX_DEPTH, AdaptiveDepth
-from paceline.core.config import SchedulerConfig
+from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import FixedDepth
 from paceline.core.params import Method, SamplingParams, SpeculationBounds, SpeculationParams, StopParams
@@ -62,6 +62,7 @@ class EngineSettings:
         reproducible: greedy and seeded output is the same, to the bit, whatever the batch, the chunks and the depth;
             refuse to start where that cannot be had. The native backend always works so.
         max_logprobs: alternatives that a request may ask for at each token.
+        prefix_cache: whose KV is kept and found again: "tenant" (of the same tenant), "shared" (of everybody) or "off".
     """
 
     model: str = "demo"
@@ -83,6 +84,7 @@ class EngineSettings:
     threads: int | None = None
     reproducible: bool = False
     max_logprobs: int = 20
+    prefix_cache: str = PrefixScope.TENANT
 
 
 def build_engine(settings: EngineSettings) -> Engine:
@@ -97,6 +99,8 @@ def build_engine(settings: EngineSettings) -> Engine:
         raise InvalidArgument("seed", settings.seed, "an integer >= 0")
     if settings.max_logprobs < 0:
         raise InvalidArgument("max_logprobs", settings.max_logprobs, "an integer >= 0")
+    if settings.prefix_cache not in list(PrefixScope):
+        raise InvalidArgument("prefix_cache", settings.prefix_cache, ", ".join(PrefixScope))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _set_threads(settings.threads)
     dtype = _choose_dtype(settings.dtype, device)
@@ -122,6 +126,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         method=method,
         hybrid=depth is None,
         eos_token_ids=config.eos_token_ids,
+        prefix_cache=PrefixScope(settings.prefix_cache),
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )
 

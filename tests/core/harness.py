@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.config import SchedulerConfig
+from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, FixedDepth, StepLoad, within_bounds
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import LogprobsParams, Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import Admission, FinishReason, SequenceResult, SequenceWork, StepPlan
 from paceline.core.request import Request, RequestOutput, RequestStatus
 from paceline.core.scheduler import Scheduler
@@ -117,6 +117,8 @@ class Harness:
         ignore_eos: bool = False,
         min_tokens: int = 0,
         sibling: Request | None = None,
+        tenant: str = "",
+        logprobs: LogprobsParams = LogprobsParams(),
     ) -> Request:
         """Queue a request; with `sibling`, another completion of its prompt, which has to be given again."""
         request_id = len(self.requests)
@@ -128,6 +130,8 @@ class Harness:
             SpeculationParams(method, min_depth, max_depth),
             self.now,
             sibling_id=None if sibling is None else sibling.request_id,
+            tenant=tenant,
+            logprobs=logprobs,
         )
         self.requests[request_id] = request
         self.check()
@@ -256,7 +260,11 @@ class Harness:
             others = [self.requests[i] for i in request.siblings if i in computed]
             can_share = any(computed[other.request_id] >= wanted for other in others)
             assert can_share or all(other.max_output_tokens == 1 for other in others), "a prompt is computed twice"
-            assert admission.num_computed == (wanted if can_share else 0)
+            shared = wanted if can_share else 0
+            if self.config.prefix_cache is PrefixScope.OFF:
+                assert admission.num_computed == shared
+            else:
+                assert shared <= admission.num_computed < request.num_tokens
             assert len(admission.block_ids) * self.config.block_size == admission.num_computed
             assert admission.block_ids == self.scheduler.kv.table(request.request_id)[: len(admission.block_ids)]
             assert admission.num_draft_computed <= admission.num_computed

@@ -7,10 +7,11 @@ import pytest
 from paceline.core.block_pool import BlockPool
 from paceline.core.config import SchedulerConfig
 from paceline.core.kv_cache_manager import KVCacheManager
+from paceline.core.prefix_cache import PrefixCache
 
 
 def test_a_pool_hands_out_each_block_once() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, PrefixCache())
     first, second = pool.allocate(1), pool.allocate(3)
     assert sorted(first + second) == [0, 1, 2, 3]
     assert pool.num_free == 0
@@ -19,7 +20,7 @@ def test_a_pool_hands_out_each_block_once() -> None:
 
 def test_the_same_calls_give_the_same_ids() -> None:
     def ids() -> list[tuple[int, ...]]:
-        pool = BlockPool(6)
+        pool = BlockPool(6, PrefixCache())
         taken = [pool.allocate(2), pool.allocate(2)]
         pool.release(list(taken[0]))
         return [*taken, pool.allocate(4)]
@@ -27,19 +28,38 @@ def test_the_same_calls_give_the_same_ids() -> None:
     assert ids() == ids()
 
 
-def test_the_last_block_of_a_table_is_reused_first() -> None:
-    pool = BlockPool(3)
-    pool.release(list(pool.allocate(3)))
+def test_what_is_cached_is_reused_last_and_the_end_of_a_prefix_before_its_beginning() -> None:
+    cache = PrefixCache()
+    pool = BlockPool(5, cache)
+    old, new = pool.allocate(3), pool.allocate(1)
+    for block in old:
+        cache.insert(bytes([block]), block)
+    pool.release(list(old))
+    pool.release(list(new))
+    assert pool.allocate(2) == (3, 4)
     assert pool.allocate(3) == (2, 1, 0)
+    assert not len(cache)
+
+
+def test_a_cached_block_comes_back_from_the_free_ones() -> None:
+    cache = PrefixCache()
+    pool = BlockPool(2, cache)
+    (block,) = pool.allocate(1)
+    cache.insert(b"key", block)
+    pool.release([block])
+    pool.hold(cache.find([b"key"]))
+    assert pool.num_free == 1
+    assert block not in pool.allocate(1)
+    pool.check_invariants()
 
 
 def test_a_pool_gives_no_more_than_it_has() -> None:
     with pytest.raises(AssertionError):
-        BlockPool(2).allocate(3)
+        BlockPool(2, PrefixCache()).allocate(3)
 
 
 def test_a_block_is_released_once() -> None:
-    pool = BlockPool(2)
+    pool = BlockPool(2, PrefixCache())
     blocks = list(pool.allocate(1))
     pool.release(blocks)
     with pytest.raises(AssertionError, match="released twice"):
@@ -47,7 +67,7 @@ def test_a_block_is_released_once() -> None:
 
 
 def test_a_shared_block_is_free_when_its_last_owner_lets_go() -> None:
-    pool = BlockPool(2)
+    pool = BlockPool(2, PrefixCache())
     (block,) = pool.allocate(1)
     pool.ref_counts[block] += 1
     pool.release([block])
@@ -129,7 +149,8 @@ def test_shared_blocks_are_free_when_their_last_holder_is() -> None:
     kv = KVCacheManager(4, block_size=2)
     blocks = kv.grow(1, 6)
     assert blocks is not None
-    assert kv.share(1, 2, 2) == blocks[:2]
+    kv.share(2, blocks[:2])
+    assert kv.table(2) == blocks[:2]
     kv.check_invariants()
     kv.free(1)
     assert kv.num_free_blocks == 2
@@ -140,15 +161,15 @@ def test_shared_blocks_are_free_when_their_last_holder_is() -> None:
 
 
 def test_the_books_notice_a_block_that_is_free_and_owned() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(3, PrefixCache())
     (block,) = pool.allocate(1)
-    pool._free.append(block)
+    pool._free[block] = None
     with pytest.raises(AssertionError, match="free and owned"):
         pool.check_invariants()
 
 
 def test_the_books_notice_a_lost_block() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(3, PrefixCache())
     pool.ref_counts[pool.allocate(1)[0]] = 0
     with pytest.raises(AssertionError, match=r"free \+ owned != total"):
         pool.check_invariants()

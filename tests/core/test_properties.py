@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from core.harness import CyclingDepth, Harness, percent_right, prompt_of
 from core.workload import costs
 from paceline.core.adaptive_depth import AdaptiveDepth
-from paceline.core.config import SchedulerConfig
+from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth import DepthPolicy, FixedDepth
 from paceline.core.params import Method
 from paceline.core.request import Request
@@ -42,6 +42,7 @@ def small_config(
     method: Method,
     max_draft_len: int,
     hybrid: bool,
+    prefix_cache: PrefixScope,
 ) -> SchedulerConfig:
     """Pools of a few tokens, so that memory is short most of the time."""
     return SchedulerConfig(
@@ -56,6 +57,7 @@ def small_config(
         max_draft_len=max_draft_len,
         hybrid=hybrid,
         eos_token_ids=EOS,
+        prefix_cache=prefix_cache,
     )
 
 
@@ -72,7 +74,8 @@ def try_add(
 ) -> Request | None:
     """Add a request, to the prompt of `sibling` if there is one; None if it was refused, for a reason that holds."""
     config = harness.config
-    prompt = prompt_of(prompt_len, salt=len(harness.requests)) if sibling is None else sibling.prompt_token_ids
+    # Of few kinds, so that many find the prefix of another.
+    prompt = prompt_of(prompt_len, salt=len(harness.requests) % 3) if sibling is None else sibling.prompt_token_ids
     stop_ids = () if stop_at is None else (reference_output(prompt, stop_at + 1)[-1],)
     max_depth = None if spread is None else min_depth + spread
     total = min(len(prompt) + (max_tokens or MAX_MODEL_LEN), MAX_MODEL_LEN)
@@ -101,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             method=st.sampled_from(Method),
             max_draft_len=st.integers(0, 2 * MAX_MODEL_LEN),
             hybrid=st.booleans(),
+            prefix_cache=st.sampled_from(PrefixScope),
         ),
         policy=st.sampled_from(POLICIES),
         lag=st.integers(0, 1),
@@ -193,7 +197,7 @@ TestSchedulerMachine.settings = settings(
 
 def test_a_thousand_sequences() -> None:
     """1,000 seeded sequences of 50 to 80 operations: every invariant after each, every request ends exactly once."""
-    operations = preemptions = preempting = aborted = finished = drafted = sharing = sharing_again = 0
+    operations = preemptions = preempting = aborted = finished = drafted = sharing = sharing_again = found = 0
     for seed in range(1000):
         harness, done = run_sequence(random.Random(seed))
         assert done >= 50
@@ -204,6 +208,7 @@ def test_a_thousand_sequences() -> None:
         finished += len(harness.finished)
         drafted += sum(result.num_drafted for result in harness.results)
         for request in harness.requests.values():
+            found += len(request.siblings) == 0 and request.num_cached_tokens > 0
             shares = [bool(admission.block_ids) for admission in harness.admissions(request)]
             sharing += any(shares)
             sharing_again += any(shares[1:])
@@ -214,6 +219,7 @@ def test_a_thousand_sequences() -> None:
     assert aborted >= 1000, aborted
     assert finished >= 5000, finished
     assert drafted >= 10_000, drafted
+    assert found >= 1000, f"{found} requests found a prefix"
     assert sharing >= 1000, f"{sharing} requests shared blocks"
     assert sharing_again >= 50, f"{sharing_again} requests shared blocks after a preemption"
 
@@ -228,6 +234,7 @@ def run_sequence(rng: random.Random) -> tuple[Harness, int]:
         method=rng.choice(list(Method)),
         max_draft_len=rng.choice([8, 16, 1000]),
         hybrid=rng.random() < 0.5,
+        prefix_cache=rng.choice(list(PrefixScope)),
     )
     right = percent_right(rng.choice([0, 50, 80, 100]), salt=rng.randrange(1 << 16))
     harness = Harness(config, rng.choice(POLICIES)(), rng.randint(0, 1), right, rng.choice([1, 99]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.harness import GREEDY, Harness, never, prompt_of
-from paceline.core.config import SchedulerConfig
+from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth import FixedDepth
 from paceline.core.params import Method, SpeculationParams, StopParams
 from paceline.core.plan import StepPlan
@@ -26,6 +26,7 @@ def harness_of(
     method: Method = Method.NONE,
     depth: int = 3,
     lag: int = 0,
+    prefix_cache: PrefixScope = PrefixScope.OFF,
 ) -> Harness:
     config = SchedulerConfig(
         num_blocks=num_blocks,
@@ -35,6 +36,7 @@ def harness_of(
         max_model_len=max_model_len,
         max_queued=max_queued,
         method=method,
+        prefix_cache=prefix_cache,
     )
     return Harness(config, FixedDepth(depth), lag)
 

@@ -9,7 +9,7 @@ import pytest
 
 from core.harness import Harness, always, never, percent_right, prompt_of
 from core.test_scheduler import both_lags, harness_of, rows
-from paceline.core.config import SchedulerConfig
+from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth import FixedDepth
 from paceline.core.params import Method
 from paceline.core.plan import FinishReason
@@ -247,7 +247,7 @@ def test_a_follower_aborted_in_the_queue_holds_up_nobody(lag: int) -> None:
 @pytest.mark.parametrize("leader_lives", [False, True])
 def test_a_preempted_follower_shares_again_if_it_can(lag: int, method: Method, leader_lives: bool) -> None:
     """Beside the prompt's last token, it computes what it has emitted; or all anew, if nobody else has the prompt."""
-    config = SchedulerConfig(12, 2, 3, 24, 24, method=method)
+    config = SchedulerConfig(12, 2, 3, 24, 24, method=method, prefix_cache=PrefixScope.OFF)
     harness = Harness(config, FixedDepth(1), lag, never)
     stranger, leader = harness.add(4, max_tokens=20, max_depth=0), harness.add(9, max_tokens=12, max_depth=0)
     follower = harness.add(leader.prompt_token_ids, max_tokens=12, sibling=leader)
@@ -351,9 +351,9 @@ def test_the_books_notice_different_prompts_in_one_block() -> None:
     harness.step()
     kv = harness.scheduler.kv
     kv.free(second.request_id)
-    kv.share(first.request_id, second.request_id, 2)
+    kv.share(second.request_id, kv.table(first.request_id)[:2])
     kv.grow(second.request_id, 12)
-    with pytest.raises(AssertionError, match="prompts differ"):
+    with pytest.raises(AssertionError, match="prefixes differ"):
         harness.scheduler.check_invariants()
 
 
@@ -365,7 +365,7 @@ def test_the_books_notice_a_shared_block_that_is_still_written_to() -> None:
     harness.scheduler.check_invariants()
     kv = harness.scheduler.kv
     kv.free(follower.request_id)
-    kv.share(leader.request_id, follower.request_id, 3)
+    kv.share(follower.request_id, kv.table(leader.request_id)[:3])
     with pytest.raises(AssertionError, match="is open"):
         harness.scheduler.check_invariants()
 

@@ -55,7 +55,9 @@ def throughput(
         texts = load_prompts(prompts)
     except OSError as error:
         raise InvalidArgument("prompts", str(prompts), f"a readable file ({error.strerror})") from error
-    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes)))
+    engine = build_engine(
+        EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes), prefix_cache="off")
+    )
     cells = measure(engine, texts, sizes, depths, max_tokens, rounds, SamplingParams(temperature=temperature))
     render(cells, title=f"{model} with draft {draft}: {max_tokens} tokens a stream, medians of {rounds} rounds")
     if json_out is not None:
@@ -97,7 +99,7 @@ def acceptance(
         values = [float(part) for part in temperatures.split(",")]
     except ValueError as error:
         raise InvalidArgument("temperatures", temperatures, "numbers, separated by commas") from error
-    engine = build_engine(EngineSettings(model=model, draft=draft, dtype="float32"))
+    engine = build_engine(EngineSettings(model=model, draft=draft, dtype="float32", prefix_cache="off"))
     cells = measure(engine, load_prompts(None), values, depth, max_tokens, samples)
     render(cells, title=f"{model} with draft {draft}, depth {depth}, {len(cells[0].tallies)} requests a rule")
 
@@ -119,7 +121,7 @@ def grammar(
     from paceline_loadtest.prompts import load_prompts
 
     depths = parse_depths(depth)
-    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype))
+    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, prefix_cache="off"))
     cells = measure(engine, load_prompts(None), depths, streams, max_tokens, rounds)
     render(cells, title=f"{model} with draft {draft}, {streams} streams")
 
@@ -166,7 +168,9 @@ def depth(
     sizes, drafter = parse_sizes(concurrency), parse_method(method)
     fixed_drafter = drafter or (None if mixed else default_method(draft))
     settings = parse_settings(depths, fixed_drafter, drafter)
-    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes)))
+    engine = build_engine(
+        EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes), prefix_cache="off")
+    )
     sampling = None if mixed else SamplingParams(temperature=temperature)
     kind = "copying and wild streams" if mixed else f"temperature {temperature}"
     title = f"{model} with draft {draft}, method {method}, {kind}: {max_tokens} tokens a stream"
@@ -213,7 +217,9 @@ def swing(
 
     drafter = parse_method(method)
     settings = parse_settings(depths, drafter or default_method(draft), drafter)
-    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, low, high)))
+    engine = build_engine(
+        EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, low, high), prefix_cache="off")
+    )
     sampling = SamplingParams(temperature=temperature)
     sizes = [low, high] * swings
     rides = measure(engine, load_prompts(None), settings, sizes, seconds, prompt_tokens, max_tokens, sampling)
@@ -250,7 +256,9 @@ def calibration(
 
     if draft == "none":
         raise InvalidArgument("draft", draft, "a directory, demo or ngram: without drafts nothing is predicted")
-    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=streams))
+    engine = build_engine(
+        EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=streams, prefix_cache="off")
+    )
     measured = measure(engine, load_prompts(None), max_tokens, SamplingParams(temperature=temperature))
     title = f"{model} with draft {draft}, temperature {temperature}, {streams} streams: {max_tokens} tokens a request"
     render(measured, title)
@@ -314,7 +322,7 @@ def serving(
     from paceline_loadtest.prompts import load_prompts
 
     sizes, depths = parse_sizes(concurrency), parse_depths(depth)
-    settings = EngineSettings(model=model, draft=draft, dtype=dtype)
+    settings = EngineSettings(model=model, draft=draft, dtype=dtype, prefix_cache="off")
     cells = measure(lambda: build_engine(settings), load_prompts(None), sizes, depths, max_tokens, rounds)
     render(cells, title=f"{model} with draft {draft}: {max_tokens} tokens a stream")
 
@@ -337,7 +345,7 @@ def backends(
 
     sizes, depths = parse_sizes(concurrency), parse_depths(depth)
     torch, native = (
-        build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, backend=backend))
+        build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, backend=backend, prefix_cache="off"))
         for backend in ("torch", "native")
     )
     cells = measure(torch, native, load_prompts(None), sizes, depths, max_tokens, rounds)
@@ -358,7 +366,9 @@ def limits(
     from paceline.cli import parse_size  # which imports this module
     from paceline.wiring import EngineSettings
 
-    settings = EngineSettings(model=model, draft=draft, dtype=dtype, kv_cache_memory=parse_size(kv_cache_memory))
+    settings = EngineSettings(
+        model=model, draft=draft, dtype=dtype, kv_cache_memory=parse_size(kv_cache_memory), prefix_cache="off"
+    )
     measured = measure(settings, rounds)
     render(measured, title=f"{model} with draft {draft}: medians of {rounds} rounds")
     if json_out is not None:

@@ -147,6 +147,7 @@ def measure_acceptance(
                 backend="native",
                 quantization=QUANTIZATION[target_weights],
                 draft_quantization=QUANTIZATION[draft_weights],
+                prefix_cache="off",
             )
         )
         # A second greedy completion would be the first again, and narrow the interval without telling anything.

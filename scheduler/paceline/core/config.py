@@ -1,11 +1,20 @@
-"""The scheduler's settings: numbers only, validated once."""
+"""The scheduler's settings: plain values, validated once."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from paceline.core.params import Method
 from paceline.errors import InvalidArgument
+
+
+class PrefixScope(enum.StrEnum):
+    """Whose prompts a request may find computed already."""
+
+    OFF = "off"
+    TENANT = "tenant"
+    SHARED = "shared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,8 @@ class SchedulerConfig:
         method: how drafts are made where a request leaves the choice to the server.
         hybrid: such requests may use n-grams instead, from step to step.
         eos_token_ids: ids that end a completion unless it ignores them.
+        prefix_cache: whose KV is kept and found again: of nobody, of the same tenant, or of everybody, which lets a
+            tenant learn from a fast answer what others have asked.
     """
 
     num_blocks: int
@@ -39,6 +50,7 @@ class SchedulerConfig:
     method: Method = Method.NONE
     hybrid: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    prefix_cache: PrefixScope = PrefixScope.TENANT
 
     def __post_init__(self) -> None:
         positive = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_queued")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.acceptance import Residual
@@ -31,6 +32,8 @@ class Request:
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
         num_cached_tokens: prompt tokens whose KV was there when the request was first admitted.
+        block_keys: of its leading full blocks, as far as somebody asked.
+        num_known_blocks, num_drafted_blocks: leading blocks that the prefix cache was told of, and whose draft KV.
         depth: drafts verified in the last decode.
         counts_by_method: what speculation brought, by who drafted; NONE for verify steps without drafts.
         pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan
@@ -67,6 +70,9 @@ class Request:
         self.num_computed_tokens = 0
         self.num_draft_computed = 0
         self.num_cached_tokens = 0
+        self.block_keys: list[bytes] = []
+        self.num_known_blocks = 0
+        self.num_drafted_blocks = 0
         self.pending: deque[SequenceWork] = deque()
         self.siblings = {} if siblings is None else siblings
         self.siblings[request_id] = self
@@ -104,6 +110,15 @@ class Request:
     @property
     def all_token_ids(self) -> tuple[int, ...]:
         return self.prompt_token_ids + tuple(self.output_token_ids)
+
+    def tokens_between(self, start: int, end: int) -> Sequence[int]:
+        """Known tokens at positions from `start` up to `end`."""
+        prompt, size = self.prompt_token_ids, len(self.prompt_token_ids)
+        if end <= size:
+            return prompt[start:end]
+        if start >= size:
+            return self.output_token_ids[start - size : end - size]
+        return prompt[start:] + tuple(self.output_token_ids[: end - size])
 
     # With a plan outstanding the next token count is not known, but its bounds are. A step that samples emits between 1
     # and depth + 1 tokens and leaves every known token but the newest computed.

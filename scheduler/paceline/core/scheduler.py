@@ -11,9 +11,9 @@ known only within bounds (`Request.most_tokens`), and blocks are allocated for t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from paceline.core.config import SchedulerConfig
+from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth import StepLoad
 from paceline.core.kv_cache_manager import KVCacheManager
 from paceline.core.params import (
@@ -27,6 +27,7 @@ from paceline.core.params import (
     StopParams,
 )
 from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan, StepResult
+from paceline.core.prefix_cache import first_key, next_key
 from paceline.core.queue import RequestQueue
 from paceline.core.request import Request, RequestOutput, RequestStats, RequestStatus
 from paceline.core.speculation import SpeculationControl
@@ -251,14 +252,15 @@ class Scheduler:
             # A preempted request waits for its outstanding results: they may bring tokens, or its end.
             if request.pending or self._awaits_sibling(request):
                 return
-            source, num_shared = self._shared_prompt(request)
-            if self.config.blocks_for(request.num_tokens) - num_shared > self._spare_blocks:
+            known, num_drafted = self._known_prefix(request)
+            missing = self.config.blocks_for(request.num_tokens) - len(known)
+            if missing + self.kv.num_free_among(known) > self._spare_blocks:
                 return
-            shared: tuple[int, ...] = ()
-            if source is not None:
-                shared = self.kv.share(source.request_id, request.request_id, num_shared)
-                request.num_computed_tokens = num_shared * self.config.block_size
-                request.num_draft_computed = min(source.num_draft_computed, request.num_computed_tokens)
+            if known:
+                self.kv.share(request.request_id, known)
+                request.num_computed_tokens = len(known) * self.config.block_size
+                request.num_draft_computed = num_drafted * self.config.block_size
+                request.num_known_blocks, request.num_drafted_blocks = len(known), num_drafted
             blocks = self.kv.grow(request.request_id, request.num_tokens)
             assert blocks is not None
             self.waiting.remove(request)
@@ -273,7 +275,7 @@ class Scheduler:
                     request.all_token_ids,
                     len(request.prompt_token_ids),
                     request.params,
-                    shared,
+                    tuple(known),
                     request.num_computed_tokens,
                     request.num_draft_computed,
                 )
@@ -289,14 +291,53 @@ class Scheduler:
         ]
         return bool(running) and all(s.num_computed_tokens < wanted for s in running)
 
-    def _shared_prompt(self, request: Request) -> tuple[Request | None, int]:
-        """A sibling whose computed prompt the request can share, and how many blocks of it."""
+    def _known_prefix(self, request: Request) -> tuple[Sequence[int], int]:
+        """Full blocks that hold the first of its known tokens already, and how many of them hold their draft KV too.
+
+        The newest token is computed anew, for its logits. Who asks for logprobs of the prompt needs those of all of it.
+        """
+        if request.params.logprobs.prompt is not None and not request.output_token_ids:
+            return (), 0
+        size = self.config.block_size
+        known: Sequence[int] = ()
+        if self.config.prefix_cache is not PrefixScope.OFF:
+            known = self.kv.cache.find(self._keys(request, (request.num_tokens - 1) // size))
         num_blocks = self._num_shareable(request)
-        for sibling in request.siblings.values():
-            computed = sibling.num_computed_tokens >= num_blocks * self.config.block_size
-            if num_blocks and sibling.status is RequestStatus.RUNNING and computed:
-                return sibling, num_blocks
-        return None, 0
+        if num_blocks > len(known):
+            for sibling in request.siblings.values():
+                computed = min(sibling.num_computed_tokens, num_blocks * size)
+                if sibling.status is RequestStatus.RUNNING and computed == num_blocks * size:
+                    drafted = min(sibling.num_draft_computed, computed) // size
+                    return self.kv.table(sibling.request_id)[:num_blocks], drafted
+        return known, self.kv.cache.num_drafted(known)
+
+    def _keys(self, request: Request, count: int) -> list[bytes]:
+        """Of the request's first blocks, all of whose tokens are known."""
+        keys, size = request.block_keys, self.config.block_size
+        if not keys and count:
+            salt = request.tenant if self.config.prefix_cache is PrefixScope.TENANT else ""
+            keys.append(next_key(first_key(salt), request.tokens_between(0, size)))
+        for index in range(len(keys), count):
+            keys.append(next_key(keys[-1], request.tokens_between(index * size, (index + 1) * size)))
+        return keys[:count]
+
+    def _remember_prefix(self, request: Request) -> None:
+        """Let others find what a result has completed."""
+        if self.config.prefix_cache is PrefixScope.OFF:
+            return
+        size = self.config.block_size
+        full = request.num_computed_tokens // size
+        if full > request.num_known_blocks:
+            keys = self._keys(request, full)
+            for index in range(request.num_known_blocks, full):
+                self.kv.cache.insert(keys[index], self.kv.block(request.request_id, index))
+            request.num_known_blocks = full
+        drafted = min(full, request.num_draft_computed // size)
+        if drafted > request.num_drafted_blocks:
+            keys = self._keys(request, drafted)
+            for index in range(request.num_drafted_blocks, drafted):
+                self.kv.cache.mark_drafted(keys[index], self.kv.block(request.request_id, index))
+            request.num_drafted_blocks = drafted
 
     def _num_shareable(self, request: Request) -> int:
         """Blocks that the prompt fills; its last token is computed anew, for its logits."""
@@ -410,12 +451,14 @@ class Scheduler:
         if not work.samples:
             if running:
                 request.num_computed_tokens += work.num_tokens
+                self._remember_prefix(request)
             return None
         token_ids = sequence.token_ids
         offset = len(request.output_token_ids)
         request.output_token_ids.extend(token_ids)
         if running:
             request.num_computed_tokens = request.num_tokens - 1
+            self._remember_prefix(request)
         assert request.num_tokens <= request.max_total_tokens, (request.num_tokens, request.max_total_tokens)
         if token_ids and request.first_token is None:
             request.first_token = now
@@ -433,6 +476,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_draft_computed = 0
+        request.num_known_blocks = request.num_drafted_blocks = 0
         request.num_preemptions += 1
         self.waiting.push_front(request)
 
@@ -475,7 +519,7 @@ class Scheduler:
         self._check_sharing()
 
     def _check_sharing(self) -> None:
-        """A block in several tables stands at one place of one prompt, and is computed for all who hold it."""
+        """A block in several tables stands at one place of one prefix, and is computed for all who hold it."""
         holders: dict[int, list[tuple[Request, int]]] = {}
         for request in self.running.values():
             for index, block in enumerate(self.kv.table(request.request_id)):
@@ -486,11 +530,9 @@ class Scheduler:
                 end = (place + 1) * self.config.block_size
                 for request, index in held:
                     assert index == place, f"block {block} is shared at different places"
-                    prompts = request.prompt_token_ids[:end], first.prompt_token_ids[:end]
-                    assert prompts[0] == prompts[1], f"block {block}: prompts differ"
-                    assert end <= min(request.num_computed_tokens, len(request.prompt_token_ids)), (
-                        f"block {block} is open"
-                    )
+                    prefixes = request.all_token_ids[:end], first.all_token_ids[:end]
+                    assert prefixes[0] == prefixes[1], f"block {block}: prefixes differ"
+                    assert end <= request.num_computed_tokens, f"block {block} is open"
 
 
 class _Step:
