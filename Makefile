@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo test check format proto train bench clean
+.PHONY: setup demo test check format proto train bench bench-core clean
 
 setup: $(INSTALLED)  ## install, and compile the native code ahead of its first use
 	$(BIN)/python -m paceline_kernels.cpu
@@ -32,6 +32,9 @@ train: $(INSTALLED)  ## train the embedded pair anew (about an hour on two cores
 
 bench: $(INSTALLED)  ## the README's throughput table
 	$(BIN)/paceline bench throughput --model demo --draft demo --concurrency 1,4,16 --depth off,2,4,auto
+
+bench-core: $(INSTALLED)  ## the scheduler's own time per step
+	$(BIN)/paceline bench core
 
 # torch first and by its exact version: an open range would admit a build with gigabytes of CUDA libraries.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -11,7 +11,8 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -112,10 +113,26 @@ def engine_settings(
     prefix_cache: Annotated[
         str, typer.Option(metavar="tenant|shared|off", help="Whose prompts a request may find computed already.")
     ] = "tenant",
+    watermark: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of the KV blocks, kept free at admission for those that run.")
+    ] = 0.01,
+    long_prefill_threshold: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="Of one prompt, read in a step at most.")
+    ] = None,
+    max_step_seconds: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="That decodes wait for prompts in a step (no limit).")
+    ] = None,
+    max_queued: Annotated[int, typer.Option(metavar="N", help="Requests that wait at most.")] = 4096,
+    tenants: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML: what is granted to whom; see docs/scheduling.md.")
+    ] = None,
 ) -> EngineSettings:
     """The settings that the options stand for: these are declared here and nowhere else."""
+    from paceline.config_file import read_tenants
+    from paceline.core.tenants import TenantPolicy
     from paceline.wiring import EngineSettings
 
+    policies, default = ({}, TenantPolicy()) if tenants is None else read_tenants(tenants)
     return EngineSettings(
         model=model,
         draft=draft,
@@ -136,6 +153,12 @@ def engine_settings(
         reproducible=reproducible,
         max_logprobs=max_logprobs,
         prefix_cache=prefix_cache,
+        watermark=watermark,
+        long_prefill_threshold=long_prefill_threshold,
+        max_step_seconds=max_step_seconds,
+        max_queued=max_queued,
+        tenants=policies,
+        default_tenant=default,
     )
 
 
@@ -253,6 +276,47 @@ def doctor(
         print(json.dumps(to_json(report), indent=2))
     else:
         render(report)
+
+
+@app.command()
+def sim(
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="What to simulate, as TOML.")] = None,
+    policy: Annotated[str | None, typer.Option(metavar="ours|fcfs|edf", help="Instead of the file's.")] = None,
+    requests: Annotated[int | None, typer.Option(metavar="N", help="Instead of the file's.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Instead of the file's.")] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw requests, depth and memory over time.")] = None,
+) -> None:
+    """Simulate the scheduler under load: no model, no waiting. docs/scheduling.md describes the file."""
+    from paceline.config_file import read_file, replaced
+    from paceline.sim import report
+    from paceline.sim.spec import SimulationFile
+    from paceline.sim.study import run_study
+
+    wanted = SimulationFile() if file is None else read_file(file, SimulationFile)
+    wanted = replaced(wanted, policy=policy, requests=requests, seed=seed)
+    with _progress("simulating") as advance:
+        study = run_study(wanted, advance)
+    title = f"{wanted.policy}: {file.name if file else 'default'}, seed {wanted.seed}"
+    report.render(study, title)
+    if json_out is not None:
+        figures = {"settings": wanted.model_dump(mode="json"), **study.summary()}
+        json_out.write_text(json.dumps(figures, indent=2) + "\n")
+    if plot is not None:
+        report.plot(study, title, plot)
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[Callable[[int], None]]:
+    """A line that counts, on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), TextColumn("{task.completed:.0f} requests")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda count: progress.advance(task, count)
 
 
 class _InTurn:

@@ -53,11 +53,21 @@ class FailedPrecondition(PacelineError):
     """Known, but not enabled or not supported by this server."""
 
 
-class ResourceExhausted(PacelineError):
-    """It can never fit, or a quota is used up."""
+class _ComeAgain(PacelineError):
+    """Args:
+    retry_after: seconds after which a retry may succeed, if that can be told.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
-class Unavailable(PacelineError):
+class ResourceExhausted(_ComeAgain):
+    """It can never fit, or a quota is used up; in the second case it tells when to come again."""
+
+
+class Unavailable(_ComeAgain):
     """Not now: draining, full or still loading. Worth a retry."""
 
 

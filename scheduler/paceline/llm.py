@@ -189,11 +189,14 @@ class LLM:
         outputs: list[list[Output]] = [[] for request in requests for _ in range(request.n)]
         try:
             while waiting or index_of:
-                while waiting and self.engine.has_room_for(waiting[0][1].n):
+                while waiting and self.engine.has_room_for(waiting[0][1]):
                     index, request, prepared = waiting.popleft()
                     first_id = self.engine.add(request, prepared)
                     index_of.update((first_id + choice, firsts[index] + choice) for choice in range(request.n))
-                for output in self.engine.step():
+                outputs_of_step = self.engine.step()
+                for _, error in self.engine.take_refused():
+                    raise error
+                for output in outputs_of_step:
                     index = index_of[output.request_id]
                     outputs[index].append(output)
                     if output.finish is not None:

@@ -18,9 +18,10 @@ from paceline.core.adaptive_depth import MAX_DEPTH, AdaptiveDepth
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import FixedDepth
-from paceline.core.params import Method, SamplingParams, SpeculationBounds, SpeculationParams, StopParams
+from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
+from paceline.core.tenants import ONE_SHARE, TenantPolicy, Tenants
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.profile import profile
 from paceline.engine.tokenizer import TransformersTokenizer
@@ -55,7 +56,8 @@ class EngineSettings:
         depth: "auto", "off", or a number of drafts for every request.
         min_depth: lowest depth of a request that does not ask for less.
         max_depth: highest depth of any request; None takes MAX_DEPTH, or `depth` if that is higher. 0 is off.
-        tenant_speculation: closer bounds by tenant; who is not named has those of the server.
+        tenants: what is granted to whom, by name.
+        default_tenant: what everybody else is granted; None refuses them.
         backend: "auto", "native" (compiled here, CPUs only) or "torch"; auto is native where that can be.
         quantization, draft_quantization: of the weights of target and draft, "none" or "int8".
         threads: that compute; None takes torch's number.
@@ -63,6 +65,7 @@ class EngineSettings:
             refuse to start where that cannot be had. The native backend always works so.
         max_logprobs: alternatives that a request may ask for at each token.
         prefix_cache: whose KV is kept and found again: "tenant" (of the same tenant), "shared" (of everybody) or "off".
+        watermark, long_prefill_threshold, max_step_seconds, max_queued: as in `SchedulerConfig`.
     """
 
     model: str = "demo"
@@ -77,7 +80,8 @@ class EngineSettings:
     depth: str = "auto"
     min_depth: int = 0
     max_depth: int | None = None
-    tenant_speculation: Mapping[str, SpeculationBounds] = field(default_factory=dict, hash=False)
+    tenants: Mapping[str, TenantPolicy] = field(default_factory=dict, hash=False)
+    default_tenant: TenantPolicy | None = ONE_SHARE
     backend: str = "auto"
     quantization: str = "none"
     draft_quantization: str = "none"
@@ -85,6 +89,10 @@ class EngineSettings:
     reproducible: bool = False
     max_logprobs: int = 20
     prefix_cache: str = PrefixScope.TENANT
+    watermark: float = 0.01
+    long_prefill_threshold: int | None = None
+    max_step_seconds: float | None = None
+    max_queued: int = 4096
 
 
 def build_engine(settings: EngineSettings) -> Engine:
@@ -127,6 +135,10 @@ def build_engine(settings: EngineSettings) -> Engine:
         hybrid=depth is None,
         eos_token_ids=config.eos_token_ids,
         prefix_cache=PrefixScope(settings.prefix_cache),
+        watermark=settings.watermark,
+        long_prefill_threshold=settings.long_prefill_threshold,
+        max_step_seconds=settings.max_step_seconds,
+        max_queued=settings.max_queued,
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )
 
@@ -169,7 +181,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         costs = _costs(key, runner, scheduler_config)
         engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=max_depth), costs)
     # After the warm-up, whose requests are no tenant's.
-    engine.scheduler.tenant_speculation = settings.tenant_speculation
+    engine.scheduler.tenants = Tenants(settings.tenants, settings.default_tenant)
     return engine
 
 

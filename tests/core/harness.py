@@ -7,17 +7,19 @@ something to plan, and that each request ends once, with exactly what its prompt
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, FixedDepth, StepLoad, within_bounds
-from paceline.core.params import LogprobsParams, Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import LogprobsParams, Method, SamplingParams, SchedulingParams, SpeculationParams, StopParams
 from paceline.core.plan import Admission, FinishReason, SequenceResult, SequenceWork, StepPlan
 from paceline.core.request import Request, RequestOutput, RequestStatus
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
+from paceline.errors import DeadlineExceeded
 from paceline.sim import ScriptedRunner, reference_output
 from paceline.sim.scripted_runner import VOCAB_SIZE
 from paceline.sim.simulation import cut_result
@@ -80,7 +82,7 @@ class Harness:
     """Attributes:
     requests: every request ever added.
     plans, results: what was planned, and what each request's work brought, in order.
-    outputs, finished, aborted: by request id.
+    outputs, finished, aborted, refused: by request id.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Harness:
         self.outputs: dict[int, list[int]] = {}
         self.finished: dict[int, RequestOutput] = {}
         self.aborted: set[int] = set()
+        self.refused: dict[int, DeadlineExceeded] = {}
         self.now = 0.0
 
     # -- operations --------------------------------------------------------------------------------------------------
@@ -118,6 +121,7 @@ class Harness:
         min_tokens: int = 0,
         sibling: Request | None = None,
         tenant: str = "",
+        scheduling: SchedulingParams | None = None,
         logprobs: LogprobsParams = LogprobsParams(),
     ) -> Request:
         """Queue a request; with `sibling`, another completion of its prompt, which has to be given again."""
@@ -130,7 +134,7 @@ class Harness:
             SpeculationParams(method, min_depth, max_depth),
             self.now,
             sibling_id=None if sibling is None else sibling.request_id,
-            tenant=tenant,
+            scheduling=scheduling or SchedulingParams(tenant),
             logprobs=logprobs,
         )
         self.requests[request_id] = request
@@ -154,7 +158,11 @@ class Harness:
         self.now += 1.0
         computed = {request.request_id: request.num_computed_tokens for request in self.scheduler.running.values()}
         plan = self.scheduler.schedule(self.now)
-        assert plan.work or self.outstanding or not self.live, "requests are left, but nothing can be planned"
+        for request_id, error in self.scheduler.take_refused():
+            assert request_id not in self.refused, "refused twice"
+            self.refused[request_id] = error
+        waits = self.scheduler.wake_at(self.now) < math.inf
+        assert plan.work or self.outstanding or waits or not self.live, "requests are left, but nothing can be planned"
         self._check_plan(plan)
         self._check_shares(plan, computed)
         if plan.work:
@@ -196,7 +204,8 @@ class Harness:
             self.step()
         else:
             raise AssertionError(f"not finished after {max_steps} steps")
-        assert self.finished.keys() | self.aborted == self.requests.keys()
+        assert self.finished.keys() | self.aborted | self.refused.keys() == self.requests.keys()
+        assert not self.finished.keys() & self.refused.keys()
         assert self.scheduler.kv.num_free_blocks == self.config.num_blocks
         assert all(request.status is RequestStatus.FINISHED for request in self.requests.values())
 

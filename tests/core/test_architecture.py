@@ -26,7 +26,8 @@ PLANS = (
 ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.errors": (),
     "paceline.core": (),
-    "paceline.sim": ("paceline.core",),
+    "paceline.config_file": ("paceline.core",),
+    "paceline.sim": ("paceline.core", "paceline.config_file"),
     "paceline.engine": ("paceline.core",),
     "paceline.models": ("paceline_kernels",),
     "paceline.structured": ("paceline.core.grammar",),

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from core.harness import GREEDY, Harness, prompt_of
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth import FixedDepth
-from paceline.core.params import Method, SpeculationBounds, SpeculationParams, StopParams
+from paceline.core.params import Method, SchedulingParams, SpeculationBounds, SpeculationParams, StopParams
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
+from paceline.core.tenants import TenantPolicy
 from paceline.errors import InvalidArgument
 
 CONFIG = SchedulerConfig(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=100)
@@ -29,13 +30,15 @@ def scheduler_of(
     """With bounds for the tenant "small"."""
     wanted = replace(CONFIG, min_depth=min_depth, max_depth=max_depth, **config)
     scheduler = Scheduler(wanted, SpeculationControl(FixedDepth(3)))
-    scheduler.tenant_speculation = {} if tenant is None else {"small": tenant}
+    scheduler.tenants.policies = {} if tenant is None else {"small": TenantPolicy(speculation=tenant)}
     return scheduler
 
 
 def add(scheduler: Scheduler, speculation: SpeculationParams, tenant: str = "small", request_id: int = 0) -> Request:
     stop = StopParams(max_tokens=20)
-    return scheduler.add(request_id, prompt_of(4, request_id), GREEDY, stop, speculation, 0.0, tenant=tenant)
+    return scheduler.add(
+        request_id, prompt_of(4, request_id), GREEDY, stop, speculation, 0.0, scheduling=SchedulingParams(tenant)
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,7 @@ def test_an_open_choice_falls_on_what_is_allowed(
 def test_bounds_are_those_of_the_moment_a_request_comes() -> None:
     scheduler = scheduler_of(method=NGRAM)
     before = add(scheduler, SpeculationParams())
-    scheduler.tenant_speculation = {"small": SpeculationBounds(max_depth=1)}
+    scheduler.tenants.policies = {"small": TenantPolicy(speculation=SpeculationBounds(max_depth=1))}
     after = add(scheduler, SpeculationParams(), request_id=1)
     assert (before.speculation.max_depth, after.speculation.max_depth) == (8, 1)
 
@@ -176,11 +179,12 @@ def test_bounds_that_cannot_be(make: object, words: str) -> None:
 def test_no_step_goes_beyond_them(wanted: int) -> None:
     """Whatever the policy wants; each request of a batch has its own."""
     harness = Harness(replace(CONFIG, min_depth=2, max_depth=5, method=MODEL), FixedDepth(wanted))
-    harness.scheduler.tenant_speculation = {
+    bounds = {
         "small": SpeculationBounds(max_depth=1),
         "deep": SpeculationBounds(min_depth=4),
         "off": SpeculationBounds(max_depth=0),
     }
+    harness.scheduler.tenants.policies = {name: TenantPolicy(speculation=own) for name, own in bounds.items()}
     cases = [
         ("", SpeculationParams(), (2, 5)),
         ("", SpeculationParams(max_depth=1), (1, 1)),

@@ -96,7 +96,7 @@ def test_no_more_than_max_num_seqs_run() -> None:
 @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(13, 4), (1, None)])
 def test_what_never_fits_is_refused_at_once(prompt_len: int, max_tokens: int | None) -> None:
     harness = harness_of(num_blocks=4, block_size=4, max_model_len=17)
-    with pytest.raises(ResourceExhausted, match="17 tokens can never fit the KV cache of 16 tokens"):
+    with pytest.raises(ResourceExhausted, match="17 tokens can never fit the KV cache: 16 tokens"):
         harness.add(prompt_len, max_tokens)
     assert not harness.scheduler.has_requests
     assert len(harness.scheduler.waiting) == 0
@@ -115,7 +115,7 @@ def test_a_full_queue_refuses_and_recovers() -> None:
     harness.step()
     harness.add(2, max_tokens=2)
     harness.add(2, max_tokens=2)
-    with pytest.raises(Unavailable, match="2 requests are waiting, as many as max_queued allows"):
+    with pytest.raises(Unavailable, match="2 requests are waiting, and max_queued is 2"):
         harness.add(2, max_tokens=2)
     harness.drain()
     harness.add(2, max_tokens=2)

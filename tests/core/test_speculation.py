@@ -11,7 +11,7 @@ from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel, StepShape
 from paceline.core.depth import DepthPolicy, FixedDepth
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.params import Method, SamplingParams, SchedulingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import SequenceWork
 from paceline.core.request import Request
 from paceline.core.sequence import Sequence
@@ -54,7 +54,13 @@ class Bench(Harness):
     def add_for(self, tenant: str, max_tokens: int = 40, sampling: SamplingParams = GREEDY) -> Request:
         request_id = len(self.requests)
         request = self.scheduler.add(
-            request_id, (1, 2, 3), sampling, StopParams(max_tokens=max_tokens), SpeculationParams(), 0.0, tenant=tenant
+            request_id,
+            (1, 2, 3),
+            sampling,
+            StopParams(max_tokens=max_tokens),
+            SpeculationParams(),
+            0.0,
+            scheduling=SchedulingParams(tenant),
         )
         self.requests[request_id] = request
         return request

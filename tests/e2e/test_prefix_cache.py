@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.params import SamplingParams, StopParams
+from paceline.core.params import SamplingParams, SchedulingParams, StopParams
 from paceline.engine import ChatMessage, Engine, GenerationRequest
 from paceline.engine.request import Prompt
 from paceline.wiring import EngineSettings, build_engine
@@ -33,7 +33,11 @@ def engine_of(backend: str, prefix_cache: str) -> Engine:
 
 def complete(engine: Engine, prompt: Prompt, sampling: SamplingParams, tenant: str = "a") -> tuple[list[int], str, int]:
     """Tokens and text of the completion, and prompt tokens that were found."""
-    engine.add(GenerationRequest(prompt, sampling, StopParams(max_tokens=24, ignore_eos=True), tenant=tenant))
+    engine.add(
+        GenerationRequest(
+            prompt, sampling, StopParams(max_tokens=24, ignore_eos=True), scheduling=SchedulingParams(tenant)
+        )
+    )
     token_ids: list[int] = []
     text, cached = "", 0
     while engine.has_work:

@@ -263,10 +263,6 @@ async def test_bugs_are_logged_and_not_told(
 
 UNSUPPORTED_REQUESTS = {
     "output.max_chunk_delay": request(output=pb.OutputParams(max_chunk_delay={})),
-    "scheduling.priority": request(scheduling=pb.SchedulingParams(priority=-1)),
-    "scheduling.queue_timeout": request(scheduling=pb.SchedulingParams(queue_timeout={"seconds": 1})),
-    "scheduling.time_to_first_token": request(scheduling=pb.SchedulingParams(time_to_first_token={"seconds": 1})),
-    "scheduling.time_per_output_token": request(scheduling=pb.SchedulingParams(time_per_output_token={})),
 }
 
 

@@ -9,8 +9,16 @@ import pytest
 
 from paceline.cli import main
 from paceline.core.adaptive_depth import AdaptiveDepth
-from paceline.core.params import Method, SamplingParams, SpeculationBounds, SpeculationParams, StopParams
+from paceline.core.params import (
+    Method,
+    SamplingParams,
+    SchedulingParams,
+    SpeculationBounds,
+    SpeculationParams,
+    StopParams,
+)
 from paceline.core.request import RequestStats
+from paceline.core.tenants import TenantPolicy
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.v1 import generation_pb2 as pb
@@ -19,10 +27,10 @@ from support.pairs import tiny_pair
 from support.serving import Serving, details_of, failure, request
 
 NGRAM, MODEL = pb.SPECULATION_MODE_NGRAM, pb.SPECULATION_MODE_DRAFT_MODEL
-BOUNDS = {
-    "small": SpeculationBounds(max_depth=1),
-    "off": SpeculationBounds(frozenset()),
-    "model": SpeculationBounds(frozenset({Method.DRAFT_MODEL})),
+POLICIES = {
+    "small": TenantPolicy(speculation=SpeculationBounds(max_depth=1)),
+    "off": TenantPolicy(speculation=SpeculationBounds(frozenset())),
+    "model": TenantPolicy(speculation=SpeculationBounds(frozenset({Method.DRAFT_MODEL}))),
 }
 
 
@@ -47,7 +55,7 @@ def of(tenant: str, **speculation: int) -> pb.GenerateRequest:
     ],
 )
 async def test_a_depth_beyond_bounds(free: Serving, tenant: str, speculation: dict[str, int], said: str) -> None:
-    free.scheduler.tenant_speculation = BOUNDS
+    free.scheduler.tenants.policies = POLICIES
     error = await failure(free.stub.Generate(of(tenant, **speculation)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert said in (error.details() or "")
@@ -65,7 +73,7 @@ async def test_a_depth_beyond_bounds(free: Serving, tenant: str, speculation: di
     ],
 )
 async def test_a_method_beyond_bounds(free: Serving, tenant: str, mode: pb.SpeculationMode, said: str) -> None:
-    free.scheduler.tenant_speculation = BOUNDS
+    free.scheduler.tenants.policies = POLICIES
     error = await failure(free.stub.Generate(of(tenant, mode=mode)))
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert error.details() == said
@@ -86,7 +94,7 @@ async def test_a_method_beyond_bounds(free: Serving, tenant: str, mode: pb.Specu
     ],
 )
 async def test_what_is_left_is_served(free: Serving, tenant: str, speculation: dict[str, int], deepest: int) -> None:
-    free.scheduler.tenant_speculation = BOUNDS
+    free.scheduler.tenants.policies = POLICIES
     message = of(tenant, **speculation)
     message.stop.max_tokens = 20
     responses = [response async for response in free.stub.Generate(message)]
@@ -111,7 +119,11 @@ def engine_of(pair: tuple[str, str], **settings: object) -> Engine:
 
 def serve(engine: Engine, tenant: str = "", speculation: SpeculationParams = SpeculationParams()) -> RequestStats:
     stop = StopParams(max_tokens=30, ignore_eos=True)
-    engine.add(GenerationRequest((3, 1, 2), SamplingParams(temperature=0.0), stop, speculation, tenant=tenant))
+    engine.add(
+        GenerationRequest(
+            (3, 1, 2), SamplingParams(temperature=0.0), stop, speculation, scheduling=SchedulingParams(tenant)
+        )
+    )
     while True:
         for output in engine.step():
             if output.stats is not None:
@@ -155,11 +167,11 @@ def test_off(pair: tuple[str, str], settings: dict[str, object]) -> None:
 def test_tenants_have_their_own(pair: tuple[str, str]) -> None:
     """Even the tenant that nobody names, in whose place the engine warms up."""
     tenants = {
-        "": SpeculationBounds(max_depth=0),
-        "ngram": SpeculationBounds(frozenset({Method.NGRAM})),
-        "small": SpeculationBounds(max_depth=1),
+        "": TenantPolicy(speculation=SpeculationBounds(max_depth=0)),
+        "ngram": TenantPolicy(speculation=SpeculationBounds(frozenset({Method.NGRAM}))),
+        "small": TenantPolicy(speculation=SpeculationBounds(max_depth=1)),
     }
-    engine = engine_of(pair, depth="3", tenant_speculation=tenants)
+    engine = engine_of(pair, depth="3", tenants=tenants)
     assert serve(engine).drafted_tokens == 0
     assert len(serve(engine, "another").depths) == 4
     assert len(serve(engine, "small").depths) == 2

@@ -22,6 +22,7 @@ from paceline.core.params import (
     LogprobsParams,
     Method,
     SamplingParams,
+    SchedulingParams,
     SpeculationParams,
     StopParams,
     Verification,
@@ -170,6 +171,10 @@ EVERYTHING: GenerateOptions = {
     "logprobs_mode": "processed",
     "request_id": "r",
     "tenant": "team-a",
+    "priority": 2,
+    "queue_timeout": 1.5,
+    "time_to_first_token": 2.25,
+    "time_per_output_token": 3.05,
     "model": "m",
 }
 
@@ -197,7 +202,13 @@ def test_what_a_client_writes_is_what_the_engine_reads() -> None:
         LogprobsParams(0, 5, LogprobsMode.PROCESSED),
         GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "null"}'),
         n=64,
-        tenant="team-a",
+        scheduling=SchedulingParams(
+            "team-a",
+            priority=2,
+            queue_timeout=1.5,
+            time_to_first_token=2.25,
+            time_per_output_token=3.05,
+        ),
     )
 
 
@@ -321,6 +332,7 @@ STATS = RequestStats(
     depths=(0, 0, 1),
     saved_seconds=0.125,
     rejected_seconds=0.0625,
+    engine_seconds=0.75,
     acceptance_length=2.0,
     preemptions=0,
     queue_seconds=0.25,

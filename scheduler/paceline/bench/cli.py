@@ -406,3 +406,26 @@ def quantization(
     if json_out is not None:
         settings = {"model": model, "draft": draft, "depth": depth, "max_tokens": max_tokens, "samples": samples}
         json_out.write_text(json.dumps({"settings": settings, **summary(accuracies, lengths)}, indent=2) + "\n")
+
+
+@app.command()
+def core(
+    running: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 256,
+    waiting: Annotated[str, typer.Option(help="Requests in queues, comma-separated.")] = "10,10000,100000",
+    tenants: Annotated[int, typer.Option(min=1, help="Tenants that they belong to.")] = 50,
+    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed in each round.")] = 100,
+    rounds: Rounds = 3,
+    json_out: JsonOut = None,
+) -> None:
+    """The scheduler's own time per step, without a model; beside it a loop that tells how fast this Python is."""
+    from dataclasses import asdict
+
+    from paceline.bench.core import measure_core, merge, render_core
+    from paceline.bench.throughput import parse_sizes
+
+    sizes = parse_sizes(waiting)
+    measured = {size: [measure_core(running, size, tenants, steps) for _ in range(rounds)] for size in sizes}
+    times = [merge(of_size) for of_size in measured.values()]
+    render_core(times, title=f"{running} running, {tenants} tenants")
+    if json_out is not None:
+        json_out.write_text(json.dumps([asdict(one) for one in times], indent=2) + "\n")

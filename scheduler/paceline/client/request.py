@@ -50,6 +50,8 @@ class GenerateOptions(TypedDict, total=False):
     Output: `content` ("text_and_token_ids"), `include_special_tokens` (in the text), `final_only` (one message for each
     choice, when it ends), `logprobs` and `prompt_logprobs` (how many alternatives to each token, 0 for none),
     `logprobs_mode` ("raw", or "processed": of the distribution that was sampled).
+    Scheduling: `priority` (higher goes first within the tenant); in seconds, `queue_timeout`, `time_to_first_token` and
+    `time_per_output_token`. What cannot be in time ends as `DeadlineExceeded`, as soon as that is seen.
     Naming: `request_id`, `model`, `tenant` (whose request it is; its drafts are expected to fare as theirs did).
     """
 
@@ -89,8 +91,15 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
     model: str | None
     tenant: str | None
+    priority: int | None
+    queue_timeout: float | None
+    time_to_first_token: float | None
+    time_per_output_token: float | None
 
 
+LONGEST_TIME: Final = 1e9  # seconds
+
+_TIMES: Final = ("queue_timeout", "time_to_first_token", "time_per_output_token")
 _MODES: Final[dict[str, pb.SpeculationMode]] = {
     "auto": pb.SPECULATION_MODE_AUTO,
     "off": pb.SPECULATION_MODE_OFF,
@@ -168,8 +177,7 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
         min_draft_tokens=get("min_draft_tokens"),
         verification=_choose("speculation.verification", options.get("verification"), _RULES),
     )
-    if get("tenant") is not None:
-        _fill(request.scheduling, "scheduling", tenant=get("tenant"))
+    _fill_scheduling(request, options)
     _fill(
         request.output,
         "output",
@@ -241,6 +249,19 @@ def _choose(field: str, value: str | None, choices: Mapping[str, int]) -> int | 
     if value not in choices:
         raise InvalidArgument(field, value, f"one of {', '.join(choices)}")
     return choices[value]
+
+
+def _fill_scheduling(request: pb.GenerateRequest, options: GenerateOptions) -> None:
+    if any(options.get(name) is not None for name in ("tenant", "priority", *_TIMES)):
+        request.scheduling.SetInParent()
+        _fill(request.scheduling, "scheduling", tenant=options.get("tenant"), priority=options.get("priority"))
+    for name in _TIMES:
+        seconds = options.get(name)
+        if seconds is None:
+            continue
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.0 < seconds <= LONGEST_TIME:
+            raise InvalidArgument(f"scheduling.{name}", seconds, f"seconds in (0, {LONGEST_TIME:g}]")
+        getattr(request.scheduling, name).FromNanoseconds(round(seconds * 1e9))
 
 
 def _fill(message: Message, path: str, **values: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from paceline.core.params import Method
@@ -36,6 +37,13 @@ class SchedulerConfig:
         eos_token_ids: ids that end a completion unless it ignores them.
         prefix_cache: whose KV is kept and found again: of nobody, of the same tenant, or of everybody, which lets a
             tenant learn from a fast answer what others have asked.
+        watermark: share of the blocks that admissions leave free while others run, for those to grow into.
+        long_prefill_threshold: tokens of one prompt that a step reads at most; None sets no limit.
+        max_step_seconds: that a step with prompts may take while others decode, as predicted; None sets no limit. So
+            many tokens of prompts as fit are read, and a few in any case.
+        patience: seconds after which a request without a deadline is as urgent as one whose deadline has come.
+        min_run_seconds: that a request runs before it gives way to a tenant that is owed more, and how far apart the
+            two tenants must be, in seconds of service over weight.
     """
 
     num_blocks: int
@@ -51,6 +59,11 @@ class SchedulerConfig:
     hybrid: bool = False
     eos_token_ids: tuple[int, ...] = ()
     prefix_cache: PrefixScope = PrefixScope.TENANT
+    watermark: float = 0.01
+    long_prefill_threshold: int | None = None
+    max_step_seconds: float | None = None
+    patience: float = 10.0
+    min_run_seconds: float = 1.0
 
     def __post_init__(self) -> None:
         positive = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_queued")
@@ -61,6 +74,15 @@ class SchedulerConfig:
             raise InvalidArgument("max_depth", self.max_depth, "an integer >= 0")
         if not 0 <= self.min_depth <= self.max_depth:
             raise InvalidArgument("min_depth", self.min_depth, f"between 0 and max_depth ({self.max_depth})")
+        if not 0.0 <= self.watermark < 1.0:
+            raise InvalidArgument("watermark", self.watermark, "a share in [0, 1)")
+        if self.long_prefill_threshold is not None and self.long_prefill_threshold < 1:
+            raise InvalidArgument("long_prefill_threshold", self.long_prefill_threshold, "an integer >= 1")
+        if self.max_step_seconds is not None and not self.max_step_seconds > 0.0:
+            raise InvalidArgument("max_step_seconds", self.max_step_seconds, "a number > 0")
+        for name in ("patience", "min_run_seconds"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise InvalidArgument(name, getattr(self, name), "a number >= 0")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidArgument(
                 "max_num_batched_tokens", self.max_num_batched_tokens, f"at least max_num_seqs ({self.max_num_seqs})"

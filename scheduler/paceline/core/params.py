@@ -19,6 +19,7 @@ MAX_BAD_WORD_CHARS = 256
 LARGEST_BIAS = 100.0
 LARGEST_PENALTY = 2.0
 LARGEST_SEED = (1 << 64) - 1
+LARGEST_PRIORITY = 1000
 
 
 class Method(enum.StrEnum):
@@ -234,6 +235,39 @@ class SpeculationParams:
                 raise InvalidArgument("speculation.min_draft_tokens", self.min_depth, allowed)
             min_depth = min(min_depth, max_depth)
         return replace(self, min_depth=min_depth, max_depth=max_depth)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingParams:
+    """Whose a request is, and when its tokens are wanted. Times are in seconds.
+
+    Attributes:
+        tenant: whose request it is, by name.
+        priority: higher goes first within the tenant, and as if it had come earlier; lowered to the tenant's highest.
+        deadline: on the scheduler's clock, when the completion has to be whole; None if whenever.
+        queue_timeout: from arrival to admission, at most.
+        time_to_first_token: from arrival, at most.
+        time_per_output_token: after the first. Prompts of others are read in smaller parts while it runs.
+    """
+
+    tenant: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    queue_timeout: float | None = None
+    time_to_first_token: float | None = None
+    time_per_output_token: float | None = None
+
+    def __post_init__(self) -> None:
+        if abs(self.priority) > LARGEST_PRIORITY:
+            allowed = f"an integer in -{LARGEST_PRIORITY}..{LARGEST_PRIORITY}"
+            raise InvalidArgument("scheduling.priority", self.priority, allowed)
+        for name in ("queue_timeout", "time_to_first_token", "time_per_output_token"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise InvalidArgument(f"scheduling.{name}", value, "a time > 0")
+
+
+ANYBODY = SchedulingParams()
 
 
 @dataclass(frozen=True, slots=True)

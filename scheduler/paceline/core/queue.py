@@ -1,40 +1,60 @@
-"""Requests waiting for a place in the batch, in arrival order."""
+"""Requests of one tenant that wait for a place in the batch, the most urgent first."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterator
 
 from paceline.core.request import Request
 
+SLACK = 64  # entries of requests that have left, before the heap is made anew
+
 
 class RequestQueue:
-    """First come, first served; any request can leave in O(1)."""
+    """By rank, and by arrival where ranks are equal. Anybody can leave: its entry is dropped when it comes up.
+
+    A rank never changes while its request waits, so no order has to be made anew as time goes by.
+    """
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[int, Request] = OrderedDict()
+        self._requests: dict[int, Request] = {}
+        self._heap: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return iter(sorted(self._requests.values(), key=lambda request: (request.rank, request.request_id)))
 
     def __contains__(self, request: Request) -> bool:
         return request.request_id in self._requests
 
     def push(self, request: Request) -> None:
-        """A new request joins behind the others."""
+        """A new request, or one that was preempted and returns to where it was."""
         self._requests[request.request_id] = request
+        heapq.heappush(self._heap, (request.rank, request.request_id))
 
-    def push_front(self, request: Request) -> None:
-        """A preempted request returns to where it was: before everything that came later."""
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
+    def first(self) -> Request:
+        """The most urgent. The queue is not empty."""
+        while True:
+            request = self._requests.get(self._heap[0][1])
+            if request is not None:
+                return request
+            heapq.heappop(self._heap)
 
-    def first(self) -> Request | None:
-        return next(iter(self._requests.values()), None)
+    def remove(self, request: Request) -> bool:
+        """Take the request out. Not in here: False."""
+        if self._requests.pop(request.request_id, None) is None:
+            return False
+        if self._heap[0][1] == request.request_id:
+            heapq.heappop(self._heap)
+        elif len(self._heap) > 2 * len(self._requests) + SLACK:
+            self._heap = [(one.rank, one.request_id) for one in self._requests.values()]
+            heapq.heapify(self._heap)
+        return True
 
-    def remove(self, request: Request) -> None:
-        """Take the request out. Not in here: no effect."""
-        self._requests.pop(request.request_id, None)
+    def check_invariants(self) -> None:
+        entries = {request_id for _, request_id in self._heap}
+        assert self._requests.keys() <= entries, "every request has an entry"
+        live = [entry for entry in self._heap if entry[1] in self._requests]
+        assert len(live) == len(self._requests), "no request has two entries"

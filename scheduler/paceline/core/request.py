@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.acceptance import Residual
-from paceline.core.params import Method, SequenceParams, SpeculationParams, StopParams
+from paceline.core.params import ANYBODY, Method, SchedulingParams, SequenceParams, SpeculationParams, StopParams
 from paceline.core.plan import Finish, SequenceWork
 from paceline.core.speculation_counts import SpeculationCounts
 
@@ -26,7 +27,10 @@ class Request:
     Attributes:
         params: what the runner has to know about it.
         methods: how drafts may be made, by the request's own choice or the server's; none if not at all.
-        tenant: whose request it is.
+        scheduling: whose request it is, and when it is wanted.
+        rank: its place among the waiting requests of its tenant, lowest first.
+        admitted_at: when it last entered the batch.
+        charged_seconds: engine time that its tenant was charged for it.
         residuals: by method, what is known of the request beside what is known of its tenant and the drafter.
         max_total_tokens: prompt and completion tokens at most: the request's own limit or the model's.
         num_computed_tokens: leading tokens with target KV, as of the last result.
@@ -51,7 +55,7 @@ class Request:
         arrival: float,
         *,
         methods: tuple[Method, ...],
-        tenant: str = "",
+        scheduling: SchedulingParams = ANYBODY,
         max_total_tokens: int,
         siblings: dict[int, Request] | None = None,
     ) -> None:
@@ -62,7 +66,7 @@ class Request:
         self.speculation = speculation
         self.arrival = arrival
         self.methods = methods
-        self.tenant = tenant
+        self.scheduling = scheduling
         self.max_total_tokens = max_total_tokens
 
         self.status = RequestStatus.WAITING
@@ -82,8 +86,15 @@ class Request:
         self.depth = 0
         self.steps_without_drafts = 0
         self.num_preemptions = 0
+        self.rank = 0.0
+        self.admitted_at = -math.inf
+        self.charged_seconds = 0.0
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self.scheduling.tenant
 
     @property
     def counts(self) -> SpeculationCounts:
@@ -174,6 +185,7 @@ class RequestStats:
     depths: tuple[int, ...]  # verify steps by the number of drafts verified
     saved_seconds: float  # against no drafts, by the cost model
     rejected_seconds: float  # spent on drafts that were rejected
+    engine_seconds: float  # that the tenant was charged
     acceptance_length: float  # emitted tokens per verify step; 0 without one
     preemptions: int
     queue_seconds: float
@@ -198,6 +210,7 @@ class RequestStats:
             depths=tuple(counts.depths),
             saved_seconds=counts.saved_seconds,
             rejected_seconds=counts.rejected_seconds,
+            engine_seconds=request.charged_seconds,
             acceptance_length=counts.emitted / counts.verify_steps if counts.verify_steps else 0.0,
             preemptions=request.num_preemptions,
             queue_seconds=first_scheduled - request.arrival,

@@ -11,61 +11,79 @@ known only within bounds (`Request.most_tokens`), and blocks are allocated for t
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from paceline.core.config import PrefixScope, SchedulerConfig
+from paceline.core.config import SchedulerConfig
+from paceline.core.deadlines import Deadlines
 from paceline.core.depth import StepLoad
 from paceline.core.kv_cache_manager import KVCacheManager
 from paceline.core.params import (
+    ANYBODY,
     Constraints,
     LogprobsParams,
     Method,
     SamplingParams,
+    SchedulingParams,
     SequenceParams,
     SpeculationBounds,
     SpeculationParams,
     StopParams,
 )
 from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan, StepResult
-from paceline.core.prefix_cache import first_key, next_key
-from paceline.core.queue import RequestQueue
+from paceline.core.prefixes import Prefixes
 from paceline.core.request import Request, RequestOutput, RequestStats, RequestStatus
+from paceline.core.service_rate import ServiceRate
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_report import SpeculationReport
-from paceline.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
+from paceline.core.tenants import ONE_SHARE, Tenant, TenantPolicy, Tenants
+from paceline.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 
 MAX_OUTSTANDING = 2  # the plan that runs and the one made meanwhile
-UNBOUNDED = SpeculationBounds()
+LEAST_PROMPT_ROWS = 16  # of prompts in a step that is kept short for others, lest they starve
 
 
 class Scheduler:
     """Owns every live request and all KV bookkeeping. Not thread-safe: one caller, who also provides the time.
 
     Attributes:
-        tenant_speculation: bounds by tenant, within the server's; who is not named has the server's. The operator may
-            put another mapping in its place, which holds for the requests that are added from then on.
+        tenants: queues and accounts. Its policies may be replaced, which holds for the requests that come from then on.
+        running: in the order in which they were admitted.
+        refused: those that came too late and that nobody has taken note of yet.
     """
 
-    def __init__(self, config: SchedulerConfig, speculation: SpeculationControl) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        speculation: SpeculationControl,
+        tenants: Mapping[str, TenantPolicy] | None = None,
+        default_tenant: TenantPolicy | None = ONE_SHARE,
+    ) -> None:
         self.config = config
         self.speculation = speculation
-        self.tenant_speculation: Mapping[str, SpeculationBounds] = {}
         self.kv = KVCacheManager(config.num_blocks, config.block_size)
-        self.waiting = RequestQueue()
-        self.running: dict[int, Request] = {}  # in arrival order
+        self.prefixes = Prefixes(config, self.kv)
+        self.rate = ServiceRate()
+        self.deadlines = Deadlines(self.rate, config.patience)
+        self.tenants = Tenants({} if tenants is None else tenants, default_tenant)
+        self.running: dict[int, Request] = {}
         self.requests: dict[int, Request] = {}
+        self._paced: dict[int, float] = {}  # seconds per token that running requests want at most
+        self._leaving: dict[int, Request] = {}  # that ended with a result still to come
+        self.refused: list[tuple[int, DeadlineExceeded]] = []
         self._released: list[int] = []  # the runner still mirrors these
         self._num_steps = 0
         self._num_outstanding = 0
 
     # -- requests in and out -------------------------------------------------------------------------------------------
 
-    def check(self, num_prompt_tokens: int, stop: StopParams) -> int:
+    def check(self, num_prompt_tokens: int, stop: StopParams, tenant: str = "") -> int:
         """Can such a request ever be served? Prompt and completion tokens that it may reach. Changes nothing.
 
         Raises:
             InvalidArgument: the prompt is empty or leaves no room for a token.
-            ResourceExhausted: it could never fit the KV pool.
+            ResourceExhausted: it could never fit the KV pool, or what its tenant may hold of it.
         """
         config = self.config
         if num_prompt_tokens == 0:
@@ -75,16 +93,18 @@ class Scheduler:
             raise InvalidArgument("prompt", f"{num_prompt_tokens} tokens", allowed)
         max_tokens = config.max_model_len if stop.max_tokens is None else stop.max_tokens
         max_total = min(num_prompt_tokens + max_tokens, config.max_model_len)
-        if config.blocks_for(max_total) > config.num_blocks:
-            raise ResourceExhausted(
-                f"prompt and completion of up to {max_total} tokens can never fit the KV cache of "
-                f"{config.num_blocks * config.block_size} tokens"
-            )
+        most = self.tenants.policy(tenant).max_blocks
+        for blocks, place in ((config.num_blocks, "the KV cache"), (most, f"the KV cache share of tenant {tenant!r}")):
+            if blocks is not None and config.blocks_for(max_total) > blocks:
+                raise ResourceExhausted(
+                    f"prompt and completion of up to {max_total} tokens can never fit {place}: "
+                    f"{blocks * config.block_size} tokens"
+                )
         return max_total
 
     def allowed_methods(self, tenant: str) -> frozenset[Method]:
         """The methods that the tenant's requests may name, whether they are loaded or not."""
-        return self.tenant_speculation.get(tenant, UNBOUNDED).allowed
+        return self.tenants.policy(tenant).speculation.allowed
 
     def bounded(self, speculation: SpeculationParams, tenant: str) -> SpeculationParams:
         """A request's depths within those of its tenant and of the server. Changes nothing.
@@ -95,7 +115,7 @@ class Scheduler:
         return speculation.within(
             {
                 "the server": SpeculationBounds(min_depth=self.config.min_depth, max_depth=self.config.max_depth),
-                f"tenant {tenant!r}": self.tenant_speculation.get(tenant, UNBOUNDED),
+                f"tenant {tenant!r}": self.tenants.policy(tenant).speculation,
             }
         )
 
@@ -112,29 +132,31 @@ class Scheduler:
         logprobs: LogprobsParams = LogprobsParams(),
         choice: int = 0,
         sibling_id: int | None = None,
-        tenant: str = "",
+        scheduling: SchedulingParams = ANYBODY,
     ) -> Request:
         """Queue a request. Ids are never used twice, so that a late result cannot meet a newer request.
 
         Args:
             choice: which completion of its prompt it is.
             sibling_id: another completion of the same prompt, whose KV it shares; it may have ended already.
-            tenant: whose request it is; a method that it may not use drafts nothing.
+            scheduling: whose request it is and when it is wanted; a method that the tenant may not use drafts nothing.
 
         Raises:
             AlreadyExists: the id is live.
-            InvalidArgument: a lowest depth above the tenant's or the server's highest, a verification rule that does
-                not fit.
-            Unavailable: the queue is full.
-            PacelineError: whatever `check` refuses.
+            InvalidArgument: an unknown tenant, a deadline that has passed, a lowest depth above the tenant's or the
+                server's highest, a verification rule that does not fit.
+            DeadlineExceeded: it could not be in time even if it started at once.
+            PacelineError: whatever `check` and `check_queue` refuse.
         """
         if request_id in self.requests:
             raise AlreadyExists(f"request {request_id} is live")
+        tenant = scheduling.tenant
         bounded = self.bounded(speculation, tenant)
         params = SequenceParams(sampling, constraints, logprobs, speculation.rule_for(sampling), choice)
-        max_total = self.check(len(prompt_token_ids), stop)
-        if len(self.waiting) >= self.config.max_queued:
-            raise Unavailable(f"{len(self.waiting)} requests are waiting, as many as max_queued allows")
+        max_total = self.check(len(prompt_token_ids), stop, tenant)
+        if scheduling.deadline is not None and scheduling.deadline <= now:
+            raise InvalidArgument("scheduling.deadline", f"{now - scheduling.deadline:.3f} s ago", "in the future")
+        self.check_queue(tenant, 1, now)
         sibling = None if sibling_id is None else self.requests.get(sibling_id)
         assert sibling is None or sibling.prompt_token_ids == prompt_token_ids, "siblings have one prompt"
         request = Request(
@@ -145,13 +167,52 @@ class Scheduler:
             bounded,
             now,
             methods=self._methods(speculation, tenant),
-            tenant=tenant,
+            scheduling=scheduling,
             max_total_tokens=max_total,
             siblings=None if sibling is None else sibling.siblings,
         )
+        try:
+            self.deadlines.check(request, now)
+        except DeadlineExceeded:
+            del request.siblings[request_id]
+            raise
+        priority = min(scheduling.priority, self.tenants.policy(tenant).max_priority)
+        request.rank = self.deadlines.rank(request, priority)
         self.requests[request_id] = request
-        self.waiting.push(request)
+        self.tenants.push(request)
+        self.deadlines.watch(request)
         return request
+
+    def check_queue(self, tenant: str, count: int, now: float) -> None:
+        """May so many more requests of the tenant wait? Changes nothing but the books of idle tenants.
+
+        Raises:
+            InvalidArgument: an unknown tenant.
+            ResourceExhausted: its own bound; tells when to come again.
+            Unavailable: the server's bound; likewise.
+        """
+        account = self.tenants.get(tenant, now)
+        own, most = len(account.queue), account.policy.max_queued
+        if most is not None and own + count > most:
+            reason = f"{own} requests of tenant {tenant!r} are waiting, and its max_queued is {most}"
+            raise ResourceExhausted(reason, self.rate.seconds_until_ends(own + count - most))
+        waiting, most = self.tenants.num_waiting, self.config.max_queued
+        if waiting + count > most:
+            reason = f"{waiting} requests are waiting, and max_queued is {most}"
+            raise Unavailable(reason, self.rate.seconds_until_ends(waiting + count - most))
+
+    def take_refused(self) -> list[tuple[int, DeadlineExceeded]]:
+        """Requests that `schedule` has ended because they came too late, each once, and why."""
+        refused, self.refused = self.refused, []
+        return refused
+
+    def wake_at(self, now: float) -> float:
+        """When to plan again, if nothing can be planned and no result is outstanding; infinite if only a new request
+        can change that. Requests may wait for their tenant's bucket.
+        """
+        limited = [tenant for tenant in self.tenants.waiting if tenant.policy.tokens_per_second is not None]
+        buckets = [now + tenant.seconds_until_tokens(now) for tenant in limited]
+        return min([*buckets, self.deadlines.next_timer], default=math.inf)
 
     def abort(self, request_id: int) -> bool:
         """End a request now, at whatever stage; its blocks are free on return. False if it is not live.
@@ -176,6 +237,11 @@ class Scheduler:
         return methods if self.config.hybrid else methods[:1]
 
     @property
+    def waiting(self) -> list[Request]:
+        """Requests that wait, tenant by tenant, in their order."""
+        return self.tenants.requests()
+
+    @property
     def has_requests(self) -> bool:
         return bool(self.requests)
 
@@ -184,7 +250,10 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step. The plan may hold no work, if none can be planned before an outstanding result is in."""
         assert self._num_outstanding < MAX_OUTSTANDING, "more than one plan is outstanding"
+        for request in self.deadlines.expired(self.requests, now):
+            self._refuse(request, DeadlineExceeded("too late: the time is over"))
         step = _Step(self.config.max_num_batched_tokens)
+        step.prompt_budget = self._prompt_budget()
         preempted = self._continue_running(step)
         if not preempted:
             self._admit_waiting(step, now)
@@ -207,13 +276,16 @@ class Scheduler:
         """
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         self._num_outstanding -= 1
-        self.speculation.observe(plan, result, self.requests)
+        self.rate.step(plan.work, result.sequences, result.times.total)
+        charges = self.speculation.observe(plan, result, self.requests)
         outputs = []
-        for work, sequence in zip(plan.work, result.sequences, strict=True):
+        for work, sequence, seconds in zip(plan.work, result.sequences, charges, strict=True):
             assert work.request_id == sequence.request_id, (work, sequence)
             request = self.requests.get(work.request_id)
             if request is None:
+                self._charge_leaving(work.request_id, seconds, now)
                 continue
+            self._charge(request, seconds, now)
             planned = request.pending.popleft()
             assert planned is work, (planned, work)
             output = self._commit(request, work, sequence, now)
@@ -223,20 +295,40 @@ class Scheduler:
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
+    def _prompt_budget(self) -> int:
+        """Rows that prompts may have beside decodes, so that the step stays as short as they need it."""
+        costs, seconds = self.speculation.costs, min([*self._paced.values(), self.config.max_step_seconds or math.inf])
+        if costs is None or seconds == math.inf:
+            return self.config.max_num_batched_tokens
+        decodes = sum(bool(request.output_token_ids) for request in self.running.values())
+        if not decodes:
+            return self.config.max_num_batched_tokens
+        curve = costs.targets(decodes, self.config.max_num_batched_tokens, 0, decodes)
+        return max(LEAST_PROMPT_ROWS, int((curve <= seconds).sum()) - 1)
+
+    def _rows(self, request: Request, step: _Step, budget: int) -> int:
+        """Known tokens of the request that the step may compute, of at most `budget`."""
+        rows = min(request.num_to_compute, budget)
+        if rows <= 1:
+            return rows
+        most = min(step.prompt_budget, self.config.long_prefill_threshold or rows)
+        return max(1, min(rows, most))
+
     def _continue_running(self, step: _Step) -> bool:
-        """Give every running request its rows, in arrival order. True if somebody had to be preempted for it."""
+        """Give every running request its rows, in the order of admission. True if somebody had to be preempted."""
         preempted = False
         order = list(self.running.values())
         for index, request in enumerate(order):
             if request.status is not RequestStatus.RUNNING or request.surely_ends:
                 continue
             # One row stays reserved for each request behind this one, so that a long prompt never stops their decodes.
-            rows = min(request.num_to_compute, step.budget - (len(order) - index - 1))
+            rows = self._rows(request, step, step.budget - (len(order) - index - 1))
             if rows <= 0:
                 continue
             while (blocks := self.kv.grow(request.request_id, self._end_position(request, rows))) is None:
-                victim = next(reversed(self.running.values()))
+                victim = self._victim()
                 self._preempt(victim)
+                step.drop(victim)
                 preempted = True
                 if victim is request:
                     break
@@ -245,103 +337,104 @@ class Scheduler:
         return preempted
 
     def _admit_waiting(self, step: _Step, now: float) -> None:
-        """Admit from the head of the queue while rows, places and blocks for the whole of its known tokens are left."""
-        while (request := self.waiting.first()) is not None:
-            if step.budget <= 0 or len(self.running) >= self.config.max_num_seqs:
-                return
-            # A preempted request waits for its outstanding results: they may bring tokens, or its end.
-            if request.pending or self._awaits_sibling(request):
-                return
-            known, num_drafted = self._known_prefix(request)
-            missing = self.config.blocks_for(request.num_tokens) - len(known)
-            if missing + self.kv.num_free_among(known) > self._spare_blocks:
-                return
-            if known:
-                self.kv.share(request.request_id, known)
-                request.num_computed_tokens = len(known) * self.config.block_size
-                request.num_draft_computed = num_drafted * self.config.block_size
-                request.num_known_blocks, request.num_drafted_blocks = len(known), num_drafted
-            blocks = self.kv.grow(request.request_id, request.num_tokens)
-            assert blocks is not None
-            self.waiting.remove(request)
-            self.running[request.request_id] = request
-            request.status = RequestStatus.RUNNING
-            if request.first_scheduled is None:
-                request.first_scheduled = now
-                request.num_cached_tokens = request.num_computed_tokens
-            step.admitted.append(
-                Admission(
-                    request.request_id,
-                    request.all_token_ids,
-                    len(request.prompt_token_ids),
-                    request.params,
-                    tuple(known),
-                    request.num_computed_tokens,
-                    request.num_draft_computed,
-                )
-            )
-            step.add(self._work(request, min(request.num_to_compute, step.budget), blocks))
-
-    def _awaits_sibling(self, request: Request) -> bool:
-        """Another completion computes the prompt right now, of which this one will share whole blocks."""
-        wanted = self._num_shareable(request) * self.config.block_size
-        # One of a single token ends with the step that computes its prompt: nobody can share with it.
-        running = [
-            s for s in request.siblings.values() if s.status is RequestStatus.RUNNING and s.max_output_tokens > 1
-        ]
-        return bool(running) and all(s.num_computed_tokens < wanted for s in running)
-
-    def _known_prefix(self, request: Request) -> tuple[Sequence[int], int]:
-        """Full blocks that hold the first of its known tokens already, and how many of them hold their draft KV too.
-
-        The newest token is computed anew, for its logits. Who asks for logprobs of the prompt needs those of all of it.
+        """Admit requests while rows, places and blocks for the whole of their known tokens are left: the most urgent of
+        the tenant that is owed most. If that one finds no room nobody else takes it.
         """
-        if request.params.logprobs.prompt is not None and not request.output_token_ids:
-            return (), 0
-        size = self.config.block_size
-        known: Sequence[int] = ()
-        if self.config.prefix_cache is not PrefixScope.OFF:
-            known = self.kv.cache.find(self._keys(request, (request.num_tokens - 1) // size))
-        num_blocks = self._num_shareable(request)
-        if num_blocks > len(known):
-            for sibling in request.siblings.values():
-                computed = min(sibling.num_computed_tokens, num_blocks * size)
-                if sibling.status is RequestStatus.RUNNING and computed == num_blocks * size:
-                    drafted = min(sibling.num_draft_computed, computed) // size
-                    return self.kv.table(sibling.request_id)[:num_blocks], drafted
-        return known, self.kv.cache.num_drafted(known)
+        held_up: set[Tenant] = set()  # who can start nothing in this step
+        while step.budget > 0 and self.tenants.num_waiting:
+            tenant = self.tenants.next(lambda one: one not in held_up and self._may_start(one, now))
+            if tenant is None:
+                return
+            request = tenant.queue.first()
+            # A preempted request waits for its outstanding results: they may bring tokens, or its end.
+            if request.pending or self.prefixes.awaits_sibling(request):
+                held_up.add(tenant)
+                continue
+            try:
+                self.deadlines.check(request, now)
+            except DeadlineExceeded as error:
+                self._refuse(request, error)
+                continue
+            known, num_drafted = self.prefixes.find(request)
+            missing = self.config.blocks_for(request.num_tokens) - len(known)
+            if not self._within_blocks(tenant, request):
+                held_up.add(tenant)
+                continue
+            while not self._has_room(missing + self.kv.num_free_among(known)):
+                victim = self._over_served(tenant, now)
+                if victim is None:
+                    return
+                self._preempt(victim)
+                step.drop(victim)
+                held_up.add(self.tenants[victim.tenant])
+            self._admit(request, known, num_drafted, step, now)
 
-    def _keys(self, request: Request, count: int) -> list[bytes]:
-        """Of the request's first blocks, all of whose tokens are known."""
-        keys, size = request.block_keys, self.config.block_size
-        if not keys and count:
-            salt = request.tenant if self.config.prefix_cache is PrefixScope.TENANT else ""
-            keys.append(next_key(first_key(salt), request.tokens_between(0, size)))
-        for index in range(len(keys), count):
-            keys.append(next_key(keys[-1], request.tokens_between(index * size, (index + 1) * size)))
-        return keys[:count]
+    def _may_start(self, tenant: Tenant, now: float) -> bool:
+        """Its own limits leave room for one more."""
+        most = tenant.policy.max_running
+        return (most is None or tenant.num_running < most) and tenant.seconds_until_tokens(now) == 0.0
 
-    def _remember_prefix(self, request: Request) -> None:
-        """Let others find what a result has completed."""
-        if self.config.prefix_cache is PrefixScope.OFF:
-            return
-        size = self.config.block_size
-        full = request.num_computed_tokens // size
-        if full > request.num_known_blocks:
-            keys = self._keys(request, full)
-            for index in range(request.num_known_blocks, full):
-                self.kv.cache.insert(keys[index], self.kv.block(request.request_id, index))
-            request.num_known_blocks = full
-        drafted = min(full, request.num_draft_computed // size)
-        if drafted > request.num_drafted_blocks:
-            keys = self._keys(request, drafted)
-            for index in range(request.num_drafted_blocks, drafted):
-                self.kv.cache.mark_drafted(keys[index], self.kv.block(request.request_id, index))
-            request.num_drafted_blocks = drafted
+    def _within_blocks(self, tenant: Tenant, request: Request) -> bool:
+        """Its blocks suffice for the request beside those that run, as long as they may all become."""
+        most = tenant.policy.max_blocks
+        if most is None:
+            return True
+        together = [request, *(one for one in self.running.values() if one.tenant == tenant.name)]
+        return sum(self.config.blocks_for(one.max_total_tokens) for one in together) <= most
 
-    def _num_shareable(self, request: Request) -> int:
-        """Blocks that the prompt fills; its last token is computed anew, for its logits."""
-        return (len(request.prompt_token_ids) - 1) // self.config.block_size
+    def _has_room(self, blocks: int) -> bool:
+        """A place in the batch and so many free blocks, beside those that are kept back while others run."""
+        kept = int(self.config.watermark * self.config.num_blocks) if self.running else 0
+        return len(self.running) < self.config.max_num_seqs and blocks <= self._spare_blocks - kept
+
+    def _victim(self) -> Request:
+        """Who gives way when memory is short: the newest request of the most over-served tenant."""
+        most = max(self.tenants[request.tenant].service for request in self.running.values())
+        return next(r for r in reversed(self.running.values()) if self.tenants[r.tenant].service == most)
+
+    def _over_served(self, tenant: Tenant, now: float) -> Request | None:
+        """Who gives way to a tenant that is below its share: the newest request of the most over-served one, if the two
+        are far apart and it has run for a while. None if nobody has to.
+        """
+        least = tenant.service + self.config.min_run_seconds
+        ahead = {other.name: other.service for other in self.tenants if other.num_running and other.service > least}
+        if not ahead:
+            return None
+        most = max(ahead.values())
+        for request in reversed(self.running.values()):
+            ran = now - request.admitted_at
+            if ahead.get(request.tenant) == most and ran >= self.config.min_run_seconds and ran > 0.0:
+                return request
+        return None
+
+    def _admit(self, request: Request, known: Sequence[int], num_drafted: int, step: _Step, now: float) -> None:
+        """Let a request run that has a place."""
+        if known:
+            self.prefixes.share(request, known, num_drafted)
+        blocks = self.kv.grow(request.request_id, request.num_tokens)
+        assert blocks is not None
+        self.tenants.started(request)
+        self.running[request.request_id] = request
+        request.status = RequestStatus.RUNNING
+        request.admitted_at = now
+        if request.scheduling.time_per_output_token is not None:
+            self._paced[request.request_id] = request.scheduling.time_per_output_token
+        if request.first_scheduled is None:
+            request.first_scheduled = now
+            request.num_cached_tokens = request.num_computed_tokens
+            self.tenants[request.tenant].spend(request.num_to_compute)
+        step.admitted.append(
+            Admission(
+                request.request_id,
+                request.all_token_ids,
+                len(request.prompt_token_ids),
+                request.params,
+                tuple(known),
+                request.num_computed_tokens,
+                request.num_draft_computed,
+            )
+        )
+        step.add(self._work(request, self._rows(request, step, step.budget), blocks))
 
     def _work(self, request: Request, rows: int, blocks: tuple[int, ...]) -> SequenceWork:
         """Target rows for one request. While draft models draft, the request's reads along with its prompt; else it
@@ -369,7 +462,8 @@ class Scheduler:
                 offered[request] = highest
         if not offered:
             return
-        for request, chosen in zip(offered, self.speculation.choose(offered, self._load(step)), strict=True):
+        choices = self.speculation.choose(offered, self._load(step), self._slot_price)
+        for request, chosen in zip(offered, choices, strict=True):
             work, depth = step.work[request.request_id], chosen.depth
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
             gap = request.draft_gap if depth and chosen.method is Method.DRAFT_MODEL else 0
@@ -415,6 +509,13 @@ class Scheduler:
         """
         return max(0, self.kv.num_free_blocks - len(self.running))
 
+    @property
+    def _slot_price(self) -> float:
+        """Tokens that a draft must earn besides its time: none while there is a block to spare for each running
+        request, and more than it can where there is no block left.
+        """
+        return max(0.0, 1.0 - self._spare_blocks / len(self.running))
+
     def _highest_depths(self, request: Request) -> dict[Method, int]:
         """By each method that the request may use, if any depth is left for it."""
         depths = {method: self._highest_depth(request, method) for method in request.methods}
@@ -451,46 +552,73 @@ class Scheduler:
         if not work.samples:
             if running:
                 request.num_computed_tokens += work.num_tokens
-                self._remember_prefix(request)
+                self.prefixes.remember(request)
             return None
         token_ids = sequence.token_ids
         offset = len(request.output_token_ids)
         request.output_token_ids.extend(token_ids)
         if running:
             request.num_computed_tokens = request.num_tokens - 1
-            self._remember_prefix(request)
+            self.prefixes.remember(request)
         assert request.num_tokens <= request.max_total_tokens, (request.num_tokens, request.max_total_tokens)
         if token_ids and request.first_token is None:
             request.first_token = now
+        self.tenants[request.tenant].spend(len(token_ids))
         if sequence.finish is None:
             return RequestOutput(request.request_id, offset, token_ids)
+        self.rate.ended(len(request.output_token_ids), now)
         stats = RequestStats.of(request, now)
         self._end(request)
         return RequestOutput(request.request_id, offset, token_ids, sequence.finish, stats)
 
     def _preempt(self, request: Request) -> None:
         """Take all blocks back; the request will be computed anew, its emitted tokens included."""
-        del self.running[request.request_id]
+        self._stop(request)
         self.kv.free(request.request_id)
-        self._released.append(request.request_id)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_draft_computed = 0
         request.num_known_blocks = request.num_drafted_blocks = 0
         request.num_preemptions += 1
-        self.waiting.push_front(request)
+        self.tenants.push(request)
 
     def _end(self, request: Request) -> None:
         """The one way out, for finished and aborted requests alike."""
         if request.status is RequestStatus.RUNNING:
-            del self.running[request.request_id]
-            self._released.append(request.request_id)
-        self.waiting.remove(request)
+            self._stop(request)
+        self.tenants.remove(request)
         self.kv.free(request.request_id)
         self.speculation.end(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         del request.siblings[request.request_id]
+        if request.pending:
+            self._leaving[request.request_id] = request
+
+    def _stop(self, request: Request) -> None:
+        """Take a request out of the batch."""
+        del self.running[request.request_id]
+        self._paced.pop(request.request_id, None)
+        self.tenants.stopped(request)
+        self._released.append(request.request_id)
+
+    def _refuse(self, request: Request, error: DeadlineExceeded) -> None:
+        self.refused.append((request.request_id, error))
+        self._end(request)
+
+    # -- who pays ------------------------------------------------------------------------------------------------------
+
+    def _charge(self, request: Request, seconds: float, now: float) -> None:
+        request.charged_seconds += seconds
+        self.tenants.get(request.tenant, now).charge(seconds)
+
+    def _charge_leaving(self, request_id: int, seconds: float, now: float) -> None:
+        """What was computed for a request that has ended meanwhile is paid for all the same."""
+        request = self._leaving[request_id]
+        request.pending.popleft()
+        self._charge(request, seconds, now)
+        if not request.pending:
+            del self._leaving[request_id]
 
     def speculation_report(self) -> SpeculationReport:
         """How speculation does at this moment. Changes nothing."""
@@ -499,13 +627,19 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance. Mutates nothing."""
         self.kv.check_invariants()
+        self.tenants.check_invariants()
         config = self.config
         assert len(self.running) <= config.max_num_seqs
         waiting = {request.request_id for request in self.waiting}
+        assert len(waiting) == self.tenants.num_waiting
         assert not waiting & self.running.keys(), "running and waiting"
         assert waiting | self.running.keys() == self.requests.keys(), "live = running + waiting"
-        arrivals = [request.arrival for request in self.running.values()]
-        assert arrivals == sorted(arrivals), "running is in arrival order"
+        admissions = [request.admitted_at for request in self.running.values()]
+        assert admissions == sorted(admissions), "running is in the order of admission"
+        running = Counter(request.tenant for request in self.running.values())
+        for tenant in self.tenants:
+            assert tenant.num_running == running[tenant.name], f"tenant {tenant.name!r}"
+        assert all(request.pending for request in self._leaving.values())
         for request in self.requests.values():
             assert len(request.pending) <= MAX_OUTSTANDING
             assert 0 <= request.num_computed_tokens < request.num_tokens <= request.max_total_tokens
@@ -540,9 +674,20 @@ class _Step:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # rows left
+        self.prompt_budget = budget  # of them, those that prompts may have
         self.work: dict[int, SequenceWork] = {}
         self.admitted: list[Admission] = []
 
     def add(self, work: SequenceWork) -> None:
         self.work[work.request_id] = work
         self.budget -= work.num_rows
+        if work.num_tokens > 1:
+            self.prompt_budget -= work.num_tokens
+
+    def drop(self, request: Request) -> None:
+        """It was preempted, if it had work already."""
+        work = self.work.pop(request.request_id, None)
+        if work is not None:
+            self.budget += work.num_rows
+            if work.num_tokens > 1:
+                self.prompt_budget += work.num_tokens

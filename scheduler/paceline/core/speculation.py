@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel
@@ -15,6 +15,7 @@ from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResul
 from paceline.core.request import Request
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.core.speculation_report import DrafterReport, RequestReport, SpeculationReport, TenantReport
+from paceline.core.step_bill import write_bill
 
 MAX_TENANTS = 1024  # whose counts are kept; the one that was idle for the longest time goes first
 
@@ -60,15 +61,22 @@ class SpeculationControl:
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
-    def choose(self, requests: Mapping[Request, Mapping[Method, int]], load: StepLoad) -> list[Chosen]:
+    def choose(
+        self, requests: Mapping[Request, Mapping[Method, int]], load: StepLoad, slot_price: float = 0.0
+    ) -> list[Chosen]:
         """Method and depth of each decoding request.
 
         Args:
             requests: with the highest depth by each method that the request may use, none of them 0.
+            slot_price: tokens that a draft slot must earn besides its time.
         """
         by_id = {request.request_id: request for request in requests}
         highest = dict(zip(by_id, requests.values(), strict=True))
-        chosen = choose_depths(self.policy, load, highest, lambda i: self._candidate(by_id[i], highest[i], load.budget))
+
+        def candidate(request_id: int) -> DepthCandidate:
+            return self._candidate(by_id[request_id], highest[request_id], load.budget)
+
+        chosen = choose_depths(self.policy, load, highest, candidate, slot_price=slot_price)
         if any(Method.DRAFT_MODEL in limits for limits in requests.values()):
             self.model_drafts = any(choice.method is Method.DRAFT_MODEL for choice in chosen)
         return chosen
@@ -97,25 +105,42 @@ class SpeculationControl:
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
-    def observe(self, plan: StepPlan, result: StepResult, requests: Mapping[int, Request]) -> None:
-        """Learn from a step's result, before it is committed to `requests`, the live ones."""
-        pairs = list(zip(plan.work, result.sequences, strict=True))
-        shape = _shape(pairs, requests)
-        bill = None if self.costs is None else _Bill(self.costs, shape, pairs)
+    def observe(self, plan: StepPlan, result: StepResult, requests: Mapping[int, Request]) -> list[float]:
+        """Learn from a step's result, before it is committed to `requests`, the live ones.
+
+        Returns:
+            What each work of the plan is charged, in seconds; they sum to the step's duration.
+        """
+        contexts = [
+            requests[work.request_id].num_computed_tokens + work.num_tokens if work.request_id in requests else 0
+            for work in plan.work
+        ]
+        shape = _shape(plan.work, result.sequences, sum(contexts))
+        bill = write_bill(self.costs, shape, plan.work, result.sequences, contexts, result.times.total)
         drafts, emitted = [], 0
-        for work, sequence in pairs:
+        for index, (work, sequence) in enumerate(zip(plan.work, result.sequences, strict=True)):
             request = requests.get(work.request_id)
             # A run that computes a whole prompt besides is no verify step: it could not have drafted.
             if request is None or not work.samples or work.num_tokens > 1:
                 continue
             self._learn(request, work, sequence)
-            self._record(request, work, sequence, bill)
+            accepted = min(sequence.num_accepted, len(sequence.token_ids))
+            request.depth = sequence.num_drafted
+            request.counts_by_method[work.method if work.num_drafts else Method.NONE].record(
+                len(sequence.token_ids),
+                sequence.num_drafted,
+                accepted,
+                bill.gained[index],
+                bill.spent[index],
+                bill.rejected[index],
+            )
             drafts.append((work.request_id, sequence.num_drafted, sequence.num_accepted))
             emitted += len(sequence.token_ids)
         times = result.times
         if self.costs is not None:
             self.costs.observe(shape, times.draft, times.total)
         self.policy.observe(Outcome(shape, times.draft, times.total, emitted, tuple(drafts)))
+        return bill.charges
 
     def end(self, request: Request) -> None:
         """The request is gone: what it brought is booked for its tenant, its drafters and the whole server."""
@@ -200,60 +225,15 @@ class SpeculationControl:
                 model.age(residual)
         request.steps_without_drafts = 0 if work.num_drafts else request.steps_without_drafts + 1
 
-    def _record(self, request: Request, work: SequenceWork, sequence: SequenceResult, bill: _Bill | None) -> None:
-        emitted, drafted = len(sequence.token_ids), sequence.num_drafted
-        accepted = min(sequence.num_accepted, emitted)
-        seconds = (0.0, 0.0, 0.0) if bill is None else bill.of(work, emitted, drafted, accepted)
-        method = work.method if work.num_drafts else Method.NONE
-        request.depth = drafted
-        request.counts_by_method[method].record(emitted, drafted, accepted, *seconds)
 
-
-class _Bill:
-    """What the drafts of one step cost and what its tokens are worth, in seconds, by the cost model."""
-
-    def __init__(self, costs: CostModel, shape: StepShape, pairs: list[tuple[SequenceWork, SequenceResult]]) -> None:
-        slots = sum(sequence.num_drafted for _, sequence in pairs)
-        self._without = costs.target(shape.rows - slots, shape.context, shape.sequences)
-        with_slots = costs.target(shape.rows, shape.context, shape.sequences)
-        most = max(shape.draft_passes, default=0)
-        first, later = costs.first_passes(most), costs.draft_passes(most)
-        self._sampling = sum(work.samples for work, _ in pairs)
-        self._slot = (with_slots - self._without) / slots if slots else 0.0
-        # Shared by those in it.
-        self._passes = [
-            float((later if number else first)[count]) / count for number, count in enumerate(shape.draft_passes)
-        ]
-
-    def of(self, work: SequenceWork, emitted: int, drafted: int, accepted: int) -> tuple[float, float, float]:
-        """Seconds gained by one request's drafts, spent on them, and spent on those of them that were rejected."""
-        if not work.num_drafts:
-            return 0.0, 0.0, 0.0
-        passes = self._passes[: work.num_drafts] if work.method is Method.DRAFT_MODEL else []
-        spent = drafted * self._slot + sum(passes)
-        rejected = (drafted - accepted) * self._slot + sum(passes[accepted:])
-        return (emitted - 1) * self._without / self._sampling, spent, rejected
-
-
-def _shape(pairs: list[tuple[SequenceWork, SequenceResult]], requests: Mapping[int, Request]) -> StepShape:
+def _shape(works: Sequence[SequenceWork], results: Sequence[SequenceResult], context: int) -> StepShape:
     """The step as it was executed: an n-gram may have proposed less than was planned."""
-    drafting = [work for work, _ in pairs if work.method is Method.DRAFT_MODEL and work.num_drafts]
-    deepest = max((work.num_drafts for work in drafting), default=0)
-    passes = tuple(sum(work.num_drafts > number for work in drafting) for number in range(deepest))
-    read = sum(work.draft_catch_up for work, _ in pairs)
-    if any(work.num_tokens > 1 or not work.samples for work, _ in pairs):
+    drafting = [work.num_drafts for work in works if work.method is Method.DRAFT_MODEL and work.num_drafts]
+    passes = tuple(sum(depth > number for depth in drafting) for number in range(max(drafting, default=0)))
+    read = sum(work.draft_catch_up for work in works)
+    if any(work.num_tokens > 1 or not work.samples for work in works):
         kind = StepKind.MIXED
     else:
-        kind = StepKind.VERIFY if any(sequence.num_drafted for _, sequence in pairs) else StepKind.DECODE
-    return StepShape(
-        rows=sum(work.num_tokens + sequence.num_drafted for work, sequence in pairs),
-        context=sum(
-            requests[work.request_id].num_computed_tokens + work.num_tokens
-            for work, _ in pairs
-            if work.request_id in requests
-        ),
-        draft_passes=passes,
-        draft_rows=max(0, read - len(drafting)),
-        kind=kind,
-        sequences=len(pairs),
-    )
+        kind = StepKind.VERIFY if any(result.num_drafted for result in results) else StepKind.DECODE
+    rows = sum(work.num_tokens for work in works) + sum(result.num_drafted for result in results)
+    return StepShape(rows, context, passes, max(0, read - len(drafting)), kind, len(works))

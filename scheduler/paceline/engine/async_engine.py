@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -184,7 +185,9 @@ class AsyncEngine:
             while not self._stopping:
                 await self._work()
                 await asyncio.sleep(0)
-                if not self.engine.has_work:
+                if self.engine.has_work:
+                    await self._wait()
+                else:
                     await self._sleep()
         except Exception as error:
             self._die(error)
@@ -204,6 +207,23 @@ class AsyncEngine:
         self.engine.check_invariants()
         await self._wake.wait()
 
+    async def _wait(self) -> None:
+        """Every request waits for its tenant's tokens: until there are some, or until another request comes."""
+        if self._wake.is_set():
+            self._wake.clear()
+            return
+        seconds = self.engine.seconds_to_wait()
+        assert seconds < math.inf, "requests are left, but nothing can be planned"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        self._wake.clear()
+
+    def _tell_refused(self) -> None:
+        for request_id, error in self.engine.take_refused():
+            if request_id in self._streams:
+                self._end(self._streams[request_id].request_id, error)
+
     async def _work(self) -> None:
         """Step until no plan can be made and no result is outstanding."""
         loop = asyncio.get_running_loop()
@@ -211,13 +231,13 @@ class AsyncEngine:
         try:
             while True:
                 plan = self.engine.plan()
+                self._tell_refused()
                 if plan is not None:
                     future = loop.run_in_executor(self._worker, self.engine.runner.execute, plan)
                     outstanding.append((plan, future))
                     if len(outstanding) <= self.lag:
                         continue
                 if not outstanding:
-                    assert not self.engine.has_work, "requests are left, but nothing can be planned"
                     return
                 plan, future = outstanding.popleft()
                 await self._finish(plan, future)

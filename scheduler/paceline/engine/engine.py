@@ -8,6 +8,7 @@ engine.finish(plan, result)     stops are cut, the core commits, outputs come ba
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,14 @@ from paceline.engine.stop_matcher import StopMatcher
 from paceline.engine.stops import Cut, StopChecker
 from paceline.engine.tokenizer import ROLES, Tokenizer
 from paceline.engine.totals import Totals
-from paceline.errors import EngineDead, FailedPrecondition, InvalidArgument, Unavailable
+from paceline.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,8 @@ class Engine:
         default_sampling: the model's own settings, for whoever builds a request's parameters.
         grammars: compiles constraints; None refuses them.
         max_logprobs: alternatives that a request may ask for at each token.
-        clock: seconds; read, never waited for.
+        clock: seconds.
+        wait: passes so many of them, where `step` has nothing else to do.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         max_logprobs: int = 20,
         clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -92,6 +102,7 @@ class Engine:
         self.grammars = grammars
         self.max_logprobs = max_logprobs
         self.clock = clock
+        self.wait = wait
         self.totals = Totals()
         self._ids = itertools.count()
         self._completions: dict[int, _Completion] = {}
@@ -111,7 +122,8 @@ class Engine:
         """
         self._check_method(request)
         request.speculation.rule_for(request.sampling)
-        self.scheduler.bounded(request.speculation, request.tenant)
+        tenant = request.scheduling.tenant
+        self.scheduler.bounded(request.speculation, tenant)
         for string in request.stop.strings:
             _check_unicode("stop.strings", string)
         self._check_ids("stop.token_ids", request.stop.token_ids)
@@ -123,9 +135,9 @@ class Engine:
             raise InvalidArgument("n", request.n, f"at most {max_queued}, which is all that may wait here")
         if request.prompt and not isinstance(request.prompt, str):
             # Each id or message is a token or more: what is too long is refused before every one is looked at.
-            self.scheduler.check(len(request.prompt), request.stop)
+            self.scheduler.check(len(request.prompt), request.stop, tenant)
         prompt = self._encode_prompt(request.prompt)
-        room = self.scheduler.check(len(prompt), request.stop) - len(prompt)
+        room = self.scheduler.check(len(prompt), request.stop, tenant) - len(prompt)
         if request.stop.min_tokens > room:
             allowed = f"at most {room}, the room behind the prompt"
             raise InvalidArgument("stop.min_tokens", request.stop.min_tokens, allowed)
@@ -142,15 +154,13 @@ class Engine:
 
         Raises:
             EngineDead: a step has failed.
-            Unavailable: the queue is full.
+            ResourceExhausted, Unavailable: the queue is full, the tenant's or the server's.
             PacelineError: whatever `prepare` and `Scheduler.add` refuse; nothing is queued then.
         """
         if self._failed:
             raise EngineDead("the engine failed and serves no more requests")
         prepared = self.prepare(request) if prepared is None else prepared
-        if not self.has_room_for(request.n):
-            waiting = len(self.scheduler.waiting)
-            raise Unavailable(f"{waiting} completions are waiting, and max_queued does not allow {request.n} more")
+        self.scheduler.check_queue(request.scheduling.tenant, request.n, self.clock())
         ids = [next(self._ids) for _ in range(request.n)]
         matcher = StopMatcher(request.stop.strings) if request.stop.strings else None
         for choice, request_id in enumerate(ids):
@@ -180,7 +190,7 @@ class Engine:
             logprobs=logprobs,
             choice=choice,
             sibling_id=first_id if choice else None,
-            tenant=request.tenant,
+            scheduling=request.scheduling,
         )
         checker = StopChecker(request.stop, self.tokenizer, prompt, self.scheduler.config.eos_token_ids, matcher)
         known: list[TokenLogprobs | None] | None = None if logprobs.prompt is None else [None] * len(prompt)
@@ -196,10 +206,6 @@ class Engine:
         """A request is live."""
         return self.scheduler.has_requests
 
-    def has_room_for(self, count: int) -> bool:
-        """The queue takes so many completions."""
-        return len(self.scheduler.waiting) + count <= self.scheduler.config.max_queued
-
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
@@ -211,6 +217,28 @@ class Engine:
         plan = self.scheduler.schedule(start)
         self.totals.python += self.clock() - start
         return plan if plan.work else None
+
+    def has_room_for(self, request: GenerationRequest) -> bool:
+        """The queues take all of its completions."""
+        try:
+            self.scheduler.check_queue(request.scheduling.tenant, request.n, self.clock())
+        except (ResourceExhausted, Unavailable):
+            return False
+        return True
+
+    def take_refused(self) -> list[tuple[int, DeadlineExceeded]]:
+        """Completions that came too late, as `plan` has found: each once, with the reason. They have no outputs."""
+        refused = self.scheduler.take_refused()
+        for request_id, _ in refused:
+            self._completions.pop(request_id, None)
+        return refused
+
+    def seconds_to_wait(self) -> float:
+        """Until it is worth planning again, if nothing can be planned and nothing is outstanding, while requests are
+        live; infinite if only another request can change that.
+        """
+        now = self.clock()
+        return max(0.0, self.scheduler.wake_at(now) - now)
 
     def finish(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Commit a step's result: what each request has gained. Requests aborted meanwhile have no output."""
@@ -265,7 +293,8 @@ class Engine:
         return replace(sequence, token_ids=cut.token_ids, logprobs=logprobs, finish=cut.finish)
 
     def step(self) -> list[Output]:
-        """Plan, execute and finish one step, with none outstanding. Without work, nothing happens.
+        """Plan, execute and finish one step, with none outstanding. Without work, nothing happens; where every request
+        waits for its tenant's tokens, it waits for them instead.
 
         Once it has raised, whatever it was, the engine is dead.
         """
@@ -273,7 +302,12 @@ class Engine:
             return []
         try:
             plan = self.plan()
-            assert plan is not None, "requests are left, but nothing can be planned"
+            if plan is None:
+                seconds = self.seconds_to_wait()
+                assert seconds < math.inf or not self.has_work, "requests are left, but nothing can be planned"
+                if self.has_work:
+                    self.wait(seconds)
+                return []
             return self.finish(plan, self.runner.execute(plan))
         except BaseException:
             self._failed = True
@@ -282,15 +316,18 @@ class Engine:
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance. Mutates nothing."""
         self.scheduler.check_invariants()
-        assert self._completions.keys() == self.scheduler.requests.keys(), "one stop checker per live completion"
+        refused = {request_id for request_id, _ in self.scheduler.refused}
+        assert self._completions.keys() - refused == self.scheduler.requests.keys(), "one stop checker each"
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
     def _check_method(self, request: GenerationRequest) -> None:
         method = request.speculation.method
-        available = self.methods & self.scheduler.allowed_methods(request.tenant)
+        available = self.methods & self.scheduler.allowed_methods(request.scheduling.tenant)
         if method is not None and method not in available:
-            reason = f"not allowed to tenant {request.tenant!r}" if method in self.methods else "not loaded here"
+            reason = (
+                f"not allowed to tenant {request.scheduling.tenant!r}" if method in self.methods else "not loaded here"
+            )
             names = ", ".join(sorted(available))
             raise FailedPrecondition(f"speculation.mode = {method}: {reason}; available: {names}")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.grammar import GrammarSpec
-from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import LogprobsParams, SamplingParams, SchedulingParams, SpeculationParams, StopParams
 from paceline.errors import InvalidArgument
 
 MAX_COMPLETIONS = 64
@@ -31,7 +31,7 @@ class GenerationRequest:
     Attributes:
         grammar: what every completion must match.
         n: independent completions; they share the prompt's KV.
-        tenant: whose request it is, by any name.
+        scheduling: whose request it is, and when it is wanted.
     """
 
     prompt: Prompt
@@ -41,7 +41,7 @@ class GenerationRequest:
     logprobs: LogprobsParams = field(default_factory=LogprobsParams)
     grammar: GrammarSpec | None = None
     n: int = 1
-    tenant: str = ""
+    scheduling: SchedulingParams = field(default_factory=SchedulingParams)
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_COMPLETIONS:

@@ -22,6 +22,7 @@ from paceline.core.params import (
     LogprobsParams,
     Method,
     SamplingParams,
+    SchedulingParams,
     SpeculationParams,
     StopParams,
     Verification,
@@ -37,10 +38,6 @@ from paceline.v1 import generation_pb2 as pb
 UNSUPPORTED: Final = frozenset(
     {
         "output.max_chunk_delay",
-        "scheduling.priority",
-        "scheduling.queue_timeout",
-        "scheduling.time_to_first_token",
-        "scheduling.time_per_output_token",
     }
 )
 
@@ -125,8 +122,13 @@ def _read_name(field: str, name: str) -> str:
     return name
 
 
-def read_request(message: pb.GenerateRequest, default_sampling: SamplingParams) -> GenerationRequest:
+def read_request(
+    message: pb.GenerateRequest, default_sampling: SamplingParams, deadline: float | None = None
+) -> GenerationRequest:
     """What the engine is to do.
+
+    Args:
+        deadline: on the engine's clock, when the RPC ends.
 
     Raises:
         FailedPrecondition: a field that is set is not supported.
@@ -141,7 +143,7 @@ def read_request(message: pb.GenerateRequest, default_sampling: SamplingParams) 
         logprobs=_read_logprobs(message.output),
         grammar=_read_grammar(message.structured),
         n=message.n or 1,
-        tenant=_read_name("scheduling.tenant", message.scheduling.tenant),
+        scheduling=_read_scheduling(message.scheduling, deadline),
     )
 
 
@@ -208,6 +210,24 @@ def _read_speculation(message: pb.SpeculationParams) -> SpeculationParams:
         max_depth=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
         verification=RULES[message.verification],
     )
+
+
+def _read_scheduling(message: pb.SchedulingParams, deadline: float | None) -> SchedulingParams:
+    return SchedulingParams(
+        tenant=_read_name("scheduling.tenant", message.tenant),
+        priority=message.priority,
+        deadline=deadline,
+        queue_timeout=_read_seconds(message, "queue_timeout"),
+        time_to_first_token=_read_seconds(message, "time_to_first_token"),
+        time_per_output_token=_read_seconds(message, "time_per_output_token"),
+    )
+
+
+def _read_seconds(message: pb.SchedulingParams, name: str) -> float | None:
+    if not message.HasField(name):
+        return None
+    duration: Duration = getattr(message, name)
+    return duration.seconds + duration.nanos / 1e9
 
 
 def _read_logprobs(message: pb.OutputParams) -> LogprobsParams:
@@ -282,6 +302,7 @@ def _write_finished(finish: Finish, stats: RequestStats | None) -> pb.Finished:
             accepted_tokens=stats.accepted_tokens,
             accepted_by_position=stats.accepted_by_position,
             acceptance_length=stats.acceptance_length,
+            engine_seconds=stats.engine_seconds,
             rejected_seconds=stats.rejected_seconds,
             depths=stats.depths,
             saved_seconds=stats.saved_seconds,

@@ -101,7 +101,8 @@ class GenerationService:
         if message.model not in ("", served):
             # Cut short, because a status travels in headers, which have a limit.
             raise NotFound(f"model {message.model[:80]!r} is not served here; this server has {served!r}")
-        request = read_request(message, self._engine.engine.default_sampling)
+        engine = self._engine.engine
+        request = read_request(message, engine.default_sampling, _deadline(context, engine.clock()))
         with self._claim(request_id):
             async with aclosing(await self._engine.submit(request)) as stream:
                 started = pb.Started(
@@ -122,6 +123,12 @@ class GenerationService:
             yield
         finally:
             self._live.discard(request_id)
+
+
+def _deadline(context: Context, now: float) -> float | None:
+    """When the RPC ends, if it has a deadline."""
+    left = context.time_remaining()
+    return None if left is None else now + left
 
 
 def _parse(data: bytes) -> Request:

@@ -61,9 +61,16 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.Pacel
     for detail in _details(error, rule, request_id):
         status.details.add().Pack(detail)
     metadata = [*rpc_status.to_status(status).trailing_metadata, (REQUEST_ID_KEY, request_id)]
-    if rule.retry_ms is not None:
-        metadata.append((PUSHBACK_KEY, str(rule.retry_ms)))
+    retry_ms = _retry_ms(error, rule)
+    if retry_ms is not None:
+        metadata.append((PUSHBACK_KEY, str(retry_ms)))
     await context.abort(rule.code, str(error), tuple(metadata))
+
+
+def _retry_ms(error: errors.PacelineError, rule: StatusRule) -> int | None:
+    """As the error itself tells, or else as its rule does."""
+    retry_after: float | None = getattr(error, "retry_after", None)
+    return rule.retry_ms if retry_after is None else max(1, round(1000 * retry_after))
 
 
 def _details(error: errors.PacelineError, rule: StatusRule, request_id: str) -> list[Message]:
@@ -73,8 +80,9 @@ def _details(error: errors.PacelineError, rule: StatusRule, request_id: str) -> 
     if isinstance(error, errors.InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if rule.retry_ms is not None and rule.retry_ms > 0:
+    retry_ms = _retry_ms(error, rule)
+    if retry_ms is not None and retry_ms > 0:
         delay = Duration()
-        delay.FromMilliseconds(rule.retry_ms)
+        delay.FromMilliseconds(retry_ms)
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return details

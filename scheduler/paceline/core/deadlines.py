@@ -1,0 +1,83 @@
+"""When requests are wanted, which of a tenant's goes first, and which come too late.
+
+Requests wait in order of slack: by the latest moment at which they could start and still be in time. One without a
+deadline counts as if it had to start `patience` after it came, so that it is overtaken by what is urgent and not for
+ever; a priority moves that moment forward. The order of two requests never changes while they wait, and what is older
+comes up in the end.
+
+What cannot be in time any more is refused as soon as that is seen, instead of being served first and late.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+
+from paceline.core.request import Request, RequestStatus
+from paceline.core.service_rate import ServiceRate
+from paceline.errors import DeadlineExceeded
+
+PRIORITY_SECONDS = 10.0  # by which one step of priority makes a request older
+
+
+class Deadlines:
+    """Args:
+    rate: by which it is estimated how long a request takes.
+    patience: seconds after which a request without a deadline is as urgent as one whose deadline has come.
+    """
+
+    def __init__(self, rate: ServiceRate, patience: float) -> None:
+        self.rate = rate
+        self.patience = patience
+        self._timers: list[tuple[float, int]] = []  # when to look at which request
+
+    def rank(self, request: Request, priority: int) -> float:
+        """What orders requests of one tenant, lowest first."""
+        latest = request.arrival + self.patience
+        for moment, seconds in self._moments(request):
+            latest = min(latest, moment - seconds)
+        return latest - priority * PRIORITY_SECONDS
+
+    def watch(self, request: Request) -> None:
+        """From now on `expired` tells if it comes too late."""
+        for moment, _ in self._moments(request):
+            heapq.heappush(self._timers, (moment, request.request_id))
+
+    def check(self, request: Request, now: float) -> None:
+        """Could it be in time if it started now? Raises DeadlineExceeded, with the estimate, if not."""
+        for moment, seconds in self._moments(request):
+            left = moment - now
+            if seconds > left:
+                reason = f"it would take about {seconds:.2f} s" if seconds else "it has not started"
+                raise DeadlineExceeded(f"too late: {reason}, and {max(0.0, left):.2f} s are left")
+
+    def expired(self, requests: Mapping[int, Request], now: float) -> list[Request]:
+        """Live requests that have come too late, running ones included. Each is told once."""
+        late = {}
+        while self._timers and self._timers[0][0] <= now:
+            _, request_id = heapq.heappop(self._timers)
+            request = requests.get(request_id)
+            if request is not None and any(moment <= now for moment, _ in self._moments(request)):
+                late[request_id] = request
+        return list(late.values())
+
+    @property
+    def next_timer(self) -> float:
+        """When somebody may come too late; infinite if nobody can."""
+        return self._timers[0][0] if self._timers else math.inf
+
+    def _moments(self, request: Request) -> list[tuple[float, float]]:
+        """What the request has to reach yet: until when, and in how many seconds from a start."""
+        params, moments = request.scheduling, []
+        prompt = request.num_tokens
+        if request.status is RequestStatus.WAITING:
+            if params.queue_timeout is not None:
+                moments.append((request.arrival + params.queue_timeout, 0.0))
+            if params.time_to_first_token is not None:
+                seconds = self.rate.seconds_to_first_token(prompt)
+                moments.append((request.arrival + params.time_to_first_token, seconds))
+        if params.deadline is not None:
+            left = request.max_total_tokens - prompt
+            moments.append((params.deadline, self.rate.seconds_to_end(prompt, left)))
+        return moments

@@ -1,0 +1,238 @@
+"""Tenants: what each is granted, what it has had, and whose turn it is.
+
+Fair queueing by virtual counters (VTC, Sheng et al. 2024): a tenant's counter is the service that it was charged,
+in seconds of the engine's time, over its weight; the waiting tenant with the lowest counter is served next.
+Who was idle comes back at the level of those who are being served (start-time fair queueing, Goyal et al. 1996): time
+in which nothing was asked for is no credit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from paceline.core.params import SpeculationBounds
+from paceline.core.queue import RequestQueue
+from paceline.core.request import Request
+from paceline.errors import InvalidArgument
+
+MOST_IDLE = 1024  # tenants that are remembered although they have no requests
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPolicy:
+    """What an operator grants a tenant; None: no limit but the server's.
+
+    Attributes:
+        weight: share of the service, in proportion to those of others.
+        max_running: completions that run at once.
+        max_queued: completions that wait.
+        max_blocks: KV blocks held at once.
+        tokens_per_second: the bucket's rate. It counts prompt tokens that are computed, and not those that are found in
+            the prefix cache, and completion tokens; drafts are paid by charges alone. A request that is begun is
+            finished: what it overdraws, the next ones wait for.
+        burst_tokens: the bucket's size; None for one second's worth.
+        max_priority: what higher priorities are lowered to.
+        speculation: bounds within the server's.
+
+    Raises:
+        InvalidArgument: a value that no request could satisfy.
+    """
+
+    weight: float = 1.0
+    max_running: int | None = None
+    max_queued: int | None = None
+    max_blocks: int | None = None
+    tokens_per_second: float | None = None
+    burst_tokens: float | None = None
+    max_priority: int = 0
+    speculation: SpeculationBounds = field(default_factory=SpeculationBounds)
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.weight < math.inf:
+            raise InvalidArgument("weight", self.weight, "a number > 0")
+        for name in ("max_running", "max_queued", "max_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidArgument(name, value, "an integer >= 1")
+        for name in ("tokens_per_second", "burst_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise InvalidArgument(name, value, "a number > 0")
+        if self.burst_tokens is not None and self.tokens_per_second is None:
+            raise InvalidArgument("burst_tokens", self.burst_tokens, "set together with tokens_per_second")
+        if self.max_priority < 0:
+            raise InvalidArgument("max_priority", self.max_priority, "an integer >= 0")
+
+    @property
+    def burst(self) -> float:
+        """Tokens that the bucket holds; infinite without one."""
+        if self.tokens_per_second is None:
+            return math.inf
+        return self.tokens_per_second if self.burst_tokens is None else self.burst_tokens
+
+
+ONE_SHARE = TenantPolicy()
+
+
+class Tenant:
+    """Mutated by `Tenants` and by the scheduler.
+
+    Attributes:
+        service: seconds charged over weight, lifted where it would be credit.
+        charged_seconds: seconds charged.
+        num_running: its requests in the batch.
+        queue: its waiting requests.
+    """
+
+    __slots__ = ("_bucket", "_filled_at", "charged_seconds", "name", "num_running", "policy", "queue", "service")
+
+    def __init__(self, name: str, policy: TenantPolicy, now: float) -> None:
+        self.name = name
+        self.policy = policy
+        self.service = 0.0
+        self.charged_seconds = 0.0
+        self.num_running = 0
+        self.queue = RequestQueue()
+        self._bucket = policy.burst
+        self._filled_at = now
+
+    @property
+    def is_live(self) -> bool:
+        return self.num_running > 0 or len(self.queue) > 0
+
+    def charge(self, seconds: float) -> None:
+        """Book engine time."""
+        self.charged_seconds += seconds
+        self.service += seconds / self.policy.weight
+
+    def spend(self, tokens: int) -> None:
+        """Take tokens out of the bucket, which may end below 0."""
+        self._bucket -= tokens
+
+    def seconds_until_tokens(self, now: float) -> float:
+        """Until the bucket has a token; 0 if it has."""
+        rate = self.policy.tokens_per_second
+        if rate is None:
+            return 0.0
+        if now > self._filled_at:
+            self._bucket = min(self.policy.burst, self._bucket + rate * (now - self._filled_at))
+            self._filled_at = now
+        return max(0.0, -self._bucket / rate) if self._bucket <= 0.0 else 0.0
+
+
+class Tenants:
+    """Every tenant that has requests, and those that are remembered.
+
+    Args:
+        policies: by name.
+        default: of tenants without a policy of their own; None refuses them.
+
+    Attributes:
+        num_waiting: requests in all queues.
+    """
+
+    def __init__(self, policies: Mapping[str, TenantPolicy], default: TenantPolicy | None = ONE_SHARE) -> None:
+        self.policies = policies
+        self.default = default
+        self.num_waiting = 0
+        self._tenants: dict[str, Tenant] = {}
+        self._waiting: dict[str, Tenant] = {}  # that have requests in their queues
+        self._level = 0.0  # counter of the last that was served
+
+    def policy(self, name: str) -> TenantPolicy:
+        """Raises InvalidArgument: no such tenant, and unknown ones are not served."""
+        policy = self.policies.get(name, self.default)
+        if policy is None:
+            raise InvalidArgument("scheduling.tenant", name, "a tenant of this server")
+        return policy
+
+    def get(self, name: str, now: float) -> Tenant:
+        """The tenant, with a new account if it has none. Raises InvalidArgument as `policy`."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            if len(self._tenants) >= MOST_IDLE:
+                self._forget_idle()
+            tenant = self._tenants[name] = Tenant(name, self.policy(name), now)
+        return tenant
+
+    def __getitem__(self, name: str) -> Tenant:
+        """One that has an account."""
+        return self._tenants[name]
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tenants
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._tenants.values())
+
+    @property
+    def waiting(self) -> Iterable[Tenant]:
+        """Those with requests in their queues."""
+        return self._waiting.values()
+
+    def push(self, request: Request) -> None:
+        """Queue a request, new or preempted."""
+        tenant = self._tenants[request.tenant]
+        if not tenant.queue:
+            tenant.service = max(tenant.service, self._level)
+            self._waiting[tenant.name] = tenant
+        tenant.queue.push(request)
+        self.num_waiting += 1
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of its queue. Not in there: no effect."""
+        tenant = self._tenants[request.tenant]
+        if tenant.queue.remove(request):
+            self.num_waiting -= 1
+            if not tenant.queue:
+                del self._waiting[tenant.name]
+
+    def started(self, request: Request) -> None:
+        """A request leaves its queue and runs."""
+        self.remove(request)
+        tenant = self._tenants[request.tenant]
+        tenant.num_running += 1
+        self._level = max(self._level, tenant.service)
+
+    def stopped(self, request: Request) -> None:
+        """A request runs no more."""
+        self._tenants[request.tenant].num_running -= 1
+
+    def next(self, may_start: Callable[[Tenant], bool]) -> Tenant | None:
+        """The waiting tenant with the lowest counter of those that may start a request; of equals the first."""
+        best = None
+        for tenant in self._waiting.values():
+            if (best is None or tenant.service < best.service) and may_start(tenant):
+                best = tenant
+        return best
+
+    def requests(self) -> list[Request]:
+        """All that wait, queue by queue."""
+        return [request for tenant in self._waiting.values() for request in tenant.queue]
+
+    def set_policies(self, policies: Mapping[str, TenantPolicy], default: TenantPolicy | None) -> None:
+        """Put other policies in place, for what comes from now on; accounts stay."""
+        self.policies, self.default = policies, default
+        for tenant in self._tenants.values():
+            tenant.policy = policies.get(tenant.name) or default or tenant.policy
+
+    def _forget_idle(self) -> None:
+        """Drop accounts without requests. Whose counter is above the level keeps it, lest it be forgiven, if there is
+        room for that.
+        """
+        idle = [tenant for tenant in self._tenants.values() if not tenant.is_live]
+        paid = [tenant for tenant in idle if tenant.service <= self._level and tenant.policy.tokens_per_second is None]
+        for tenant in paid or idle:
+            del self._tenants[tenant.name]
+
+    def check_invariants(self) -> None:
+        assert self.num_waiting == sum(len(tenant.queue) for tenant in self._tenants.values())
+        waiting = {name for name, tenant in self._tenants.items() if tenant.queue}
+        assert waiting == self._waiting.keys(), "waiting tenants"
+        for tenant in self._tenants.values():
+            tenant.queue.check_invariants()

@@ -1,0 +1,199 @@
+"""In time, in order of slack, or refused: what is late is never served first."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from core.harness import GREEDY
+from core.test_tenants import Shop
+from paceline.core.config import SchedulerConfig
+from paceline.core.deadlines import PRIORITY_SECONDS, Deadlines
+from paceline.core.params import SchedulingParams, SequenceParams, SpeculationParams, StopParams
+from paceline.core.request import Request, RequestStatus
+from paceline.core.service_rate import LONGEST_WAIT, SHORTEST_WAIT, ServiceRate
+from paceline.core.tenants import TenantPolicy
+from paceline.errors import DeadlineExceeded, InvalidArgument
+
+
+def request_of(prompt: int = 10, max_tokens: int = 20, arrival: float = 0.0, **scheduling: float) -> Request:
+    return Request(
+        0,
+        (1,) * prompt,
+        SequenceParams(GREEDY),
+        StopParams(max_tokens=max_tokens),
+        SpeculationParams(),
+        arrival,
+        methods=(),
+        scheduling=SchedulingParams(**scheduling),  # type: ignore[arg-type]
+        max_total_tokens=prompt + max_tokens,
+    )
+
+
+def rate_of(prompt_seconds: float = 0.1, token_seconds: float = 1.0, completion: float = 8.0) -> ServiceRate:
+    rate = ServiceRate()
+    rate.prompt_seconds, rate.token_seconds, rate.completion_tokens = prompt_seconds, token_seconds, completion
+    return rate
+
+
+# -- slack -----------------------------------------------------------------------------------------------------------
+
+
+def test_slack_is_what_is_left_before_a_start() -> None:
+    """10 prompt tokens take a second; completions have 8 tokens, or as many as they may have, at a second each."""
+    deadlines = Deadlines(rate_of(), patience=1000.0)
+    assert deadlines.rank(request_of(), 0) == 1000.0
+    assert deadlines.rank(request_of(deadline=50.0), 0) == pytest.approx(50 - 1 - 8)
+    assert deadlines.rank(request_of(deadline=50.0, max_tokens=3), 0) == pytest.approx(50 - 1 - 3)
+    assert deadlines.rank(request_of(time_to_first_token=5.0, arrival=2.0), 0) == pytest.approx(2 + 5 - 1)
+    assert deadlines.rank(request_of(queue_timeout=3.0), 0) == pytest.approx(3.0)
+    assert deadlines.rank(request_of(deadline=50.0), 2) == pytest.approx(50 - 1 - 8 - 2 * PRIORITY_SECONDS)
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    """Nobody is refused for an estimate that nobody has made."""
+    deadlines = Deadlines(ServiceRate(), patience=10.0)
+    deadlines.check(request_of(deadline=0.001), 0.0)
+
+
+def test_the_estimate_is_told() -> None:
+    deadlines = Deadlines(rate_of(), patience=10.0)
+    deadlines.check(request_of(deadline=9.5), 0.0)
+    with pytest.raises(DeadlineExceeded, match=r"too late: it would take about 9\.00 s, and 8\.50 s are left"):
+        deadlines.check(request_of(deadline=9.5), 1.0)
+
+
+def test_rates_are_means() -> None:
+    rate = ServiceRate()
+    for now in range(0, 100, 5):
+        rate.ended(10, float(now))
+    assert rate.completion_tokens == pytest.approx(10)
+    assert rate.seconds_until_ends(3) == pytest.approx(15)
+    assert rate.seconds_until_ends(1000) == LONGEST_WAIT
+    assert ServiceRate().seconds_until_ends(5) == SHORTEST_WAIT
+
+
+# -- in the scheduler ------------------------------------------------------------------------------------------------
+
+
+def test_the_most_urgent_goes_first() -> None:
+    shop = Shop(max_num_seqs=1, patience=500.0)
+    shop.add_for("a", max_tokens=3)
+    shop.step()
+    late, soon, whenever = (
+        shop.add(4, 3, scheduling=SchedulingParams("a", deadline=deadline)) for deadline in (100.0, 50.0, None)
+    )
+    shop.drain()
+    admitted = [admission.request_id for plan in shop.plans for admission in plan.admitted]
+    assert admitted[1:] == [soon.request_id, late.request_id, whenever.request_id]
+
+
+def test_deadlines_do_not_jump_over_other_tenants() -> None:
+    """Slack orders the requests of one tenant. Between tenants, shares do."""
+    shop = Shop(max_num_seqs=1)
+    for _ in range(3):
+        shop.add_for("a")
+    while shop.service("a") < 9:
+        shop.step()
+    other = shop.add_for("b")
+    hurried = shop.add(4, 3, scheduling=SchedulingParams("a", deadline=60.0))
+    shop.step_until(lambda: other.first_scheduled is not None)
+    assert hurried.status is RequestStatus.WAITING
+    shop.drain()
+
+
+def test_what_can_no_longer_be_met_is_refused_before_it_is_served() -> None:
+    shop = Shop(max_num_seqs=1)
+    for _ in range(3):
+        shop.add_for("a", max_tokens=10)
+        shop.drain()
+    shop.add_for("a", max_tokens=30)
+    shop.step()
+    now = shop.now
+    # The place is taken for 30 seconds; ten more would be needed.
+    hopeless = shop.add(4, 10, scheduling=SchedulingParams("a", deadline=now + 35))
+    fine = shop.add(4, 10, scheduling=SchedulingParams("a", deadline=now + 60))
+    shop.drain()
+    assert set(shop.refused) == {hopeless.request_id}
+    assert "it would take about" in str(shop.refused[hopeless.request_id])
+    assert hopeless.first_scheduled is None
+    assert fine.request_id in shop.finished
+
+
+def test_what_could_never_be_met_is_not_even_queued() -> None:
+    shop = Shop(max_num_seqs=1)
+    for _ in range(3):
+        shop.add_for("a", max_tokens=10)
+        shop.drain()
+    before = len(shop.requests)
+    with pytest.raises(DeadlineExceeded, match="it would take about"):
+        shop.add(4, 10, scheduling=SchedulingParams("a", deadline=shop.now + 5))
+    assert len(shop.requests) == before
+    assert not shop.scheduler.has_requests
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_expired_request_ends_wherever_it_is(lag: int) -> None:
+    shop = Shop(max_num_seqs=1, lag=lag)
+    running = shop.add(4, 100, scheduling=SchedulingParams("a", deadline=10.0))
+    waiting = shop.add(4, 100, scheduling=SchedulingParams("a", deadline=12.0))
+    shop.add_for("a", max_tokens=4)
+    shop.drain()
+    assert set(shop.refused) == {running.request_id, waiting.request_id}
+    assert 0 < len(running.output_token_ids) < 12
+    assert len(shop.finished) == 1
+
+
+def test_the_queue_may_time_out() -> None:
+    shop = Shop(max_num_seqs=1)
+    shop.add_for("a", max_tokens=30)
+    shop.step()
+    waiting = shop.add(4, 4, scheduling=SchedulingParams("a", queue_timeout=5.0))
+    shop.step_until(lambda: waiting.status is RequestStatus.FINISHED, 8)
+    assert waiting.request_id in shop.refused
+    shop.drain()
+
+
+def test_once_begun_only_the_deadline_counts() -> None:
+    shop = Shop(max_num_seqs=1)
+    request = shop.add(4, 30, scheduling=SchedulingParams("a", queue_timeout=2.0, time_to_first_token=3.0))
+    shop.drain()
+    assert request.request_id in shop.finished
+
+
+def test_deadlines_wake_who_waits_for_tokens() -> None:
+    shop = Shop({"a": TenantPolicy(tokens_per_second=0.001, burst_tokens=1.0)})
+    shop.add_for("a")
+    shop.step_until(lambda: not shop.scheduler.has_requests)
+    late = shop.add(4, 4, scheduling=SchedulingParams("a", deadline=shop.now + 20.0))
+    assert shop.scheduler.wake_at(shop.now) == late.scheduling.deadline
+    shop.drain()
+    assert set(shop.refused) == {late.request_id}
+    assert shop.scheduler.wake_at(shop.now) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "said"),
+    [
+        ({"deadline": -1.0}, "scheduling.deadline = '1.000 s ago': must be in the future"),
+        ({"queue_timeout": 0.0}, "scheduling.queue_timeout = 0.0: must be a time > 0"),
+        ({"time_to_first_token": -2.0}, "scheduling.time_to_first_token = -2.0"),
+        ({"time_per_output_token": math.nan}, "scheduling.time_per_output_token = nan"),
+        ({"priority": 5000}, "scheduling.priority = 5000: must be an integer in -1000..1000"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(scheduling: dict[str, float], said: str) -> None:
+    shop = Shop()
+    with pytest.raises(InvalidArgument, match=said):
+        shop.add(4, 4, scheduling=SchedulingParams(**scheduling))  # type: ignore[arg-type]
+    shop.drain()
+
+
+# -- how long decodes wait for prompts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["patience", "min_run_seconds", "max_step_seconds", "long_prefill_threshold"])
+def test_a_configuration_is_checked(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name} = -1"):
+        SchedulerConfig(8, **{name: -1})  # type: ignore[arg-type]

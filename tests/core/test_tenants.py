@@ -1,0 +1,332 @@
+"""Whose turn it is, what a tenant is granted, and what it is charged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+
+from core.harness import GREEDY, Harness, percent_right, prompt_of
+from paceline.core.config import SchedulerConfig
+from paceline.core.depth import FixedDepth
+from paceline.core.params import Method, SchedulingParams, SpeculationParams, StopParams
+from paceline.core.plan import StepPlan, StepTimes
+from paceline.core.request import Request, RequestStatus
+from paceline.core.tenants import MOST_IDLE, TenantPolicy, Tenants
+from paceline.errors import InvalidArgument, ResourceExhausted, Unavailable
+
+STEP = 1.0  # seconds of every step
+
+
+class Shop(Harness):
+    """A harness with tenants, whose steps take a second."""
+
+    def __init__(self, policies: Mapping[str, TenantPolicy] | None = None, lag: int = 0, **config: object) -> None:
+        settings: dict[str, object] = {
+            "num_blocks": 64,
+            "block_size": 4,
+            "max_num_seqs": 2,
+            "max_num_batched_tokens": 64,
+            "max_model_len": 200,
+            "min_run_seconds": 1000.0,
+        }
+        super().__init__(SchedulerConfig(**(settings | config)), FixedDepth(0), lag)  # type: ignore[arg-type]
+        self.scheduler.tenants = Tenants(policies or {})
+        self.runner.times = self._times  # type: ignore[method-assign]
+
+    def _times(self, plan: StepPlan) -> StepTimes:
+        return StepTimes(total=STEP)
+
+    def add_for(self, tenant: str, prompt: int = 4, max_tokens: int = 8, priority: int = 0) -> Request:
+        return self.add(prompt, max_tokens, scheduling=SchedulingParams(tenant, priority))
+
+    def service(self, tenant: str) -> float:
+        return self.scheduler.tenants[tenant].charged_seconds
+
+    @property
+    def order(self) -> list[str]:
+        """Tenants in the order in which their requests were first admitted."""
+        return [self.requests[admission.request_id].tenant for plan in self.plans for admission in plan.admitted]
+
+
+# -- fair shares -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(("weights", "prompts"), [((1, 3), (4, 4)), ((1, 1), (4, 60)), ((2, 1), (60, 4))])
+def test_service_follows_weights(lag: int, weights: tuple[int, int], prompts: tuple[int, int]) -> None:
+    """In seconds charged, whatever the prompts' lengths, as long as both have requests waiting."""
+    policies = {"a": TenantPolicy(weight=weights[0]), "b": TenantPolicy(weight=weights[1])}
+    shop = Shop(policies, lag, max_queued=2000, num_blocks=128)
+    for _ in range(400):
+        shop.add_for("a", prompts[0])
+        shop.add_for("b", prompts[1])
+    while all(len(shop.scheduler.tenants[name].queue) > 10 for name in "ab"):
+        shop.step()
+    ratio = shop.service("a") / shop.service("b")
+    assert ratio == pytest.approx(weights[0] / weights[1], rel=0.05)
+
+
+def test_within_a_tenant_first_come_first_served() -> None:
+    shop = Shop(max_num_seqs=1)
+    requests = [shop.add_for("a", max_tokens=2) for _ in range(5)]
+    shop.drain()
+    admitted = [admission.request_id for plan in shop.plans for admission in plan.admitted]
+    assert admitted == [request.request_id for request in requests]
+
+
+def test_idle_time_is_no_credit() -> None:
+    """Who comes late shares from then on, and gets nothing for the time before."""
+    shop = Shop(max_num_seqs=1)
+    for _ in range(40):
+        shop.add_for("early")
+    while shop.service("early") < 50:
+        shop.step()
+    for _ in range(40):
+        shop.add_for("late")
+    before = shop.service("early")
+    for _ in range(100):
+        shop.step()
+    assert shop.service("early") - before == pytest.approx(50, abs=10)
+
+
+def test_a_flood_delays_others_by_no_more_than_it_is_ahead() -> None:
+    shop = Shop(max_num_seqs=1)
+    for _ in range(100):
+        shop.add_for("flood")
+    for _ in range(20):
+        shop.step()
+    shop.add_for("small")
+    shop.drain()
+    assert "small" in shop.order[:6]
+
+
+def test_rejected_drafts_are_on_their_owners_account() -> None:
+    """Two tenants with the same texts; the drafts of one are always wrong."""
+    shop = Shop(max_num_seqs=8, method=Method.DRAFT_MODEL)
+    shop.scheduler.speculation.policy = FixedDepth(4)
+    shop.runner.draft_is_right = lambda request_id, position: request_id % 2 == 0
+    for index in range(4):
+        shop.add_for("good" if index % 2 == 0 else "bad", max_tokens=30)
+    shop.drain()
+    assert shop.service("bad") > 1.5 * shop.service("good")
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_every_second_is_charged_once(lag: int) -> None:
+    """To requests that were aborted on the way, too."""
+    shop = Shop(lag=lag, max_num_seqs=3)
+    requests = [shop.add_for(name) for name in "abcabc"]
+    for _ in range(4):
+        shop.step()
+    shop.abort(next(request for request in requests if request.status is RequestStatus.RUNNING))
+    shop.drain()
+    assert sum(shop.service(name) for name in "abc") == pytest.approx(len(shop.plans) * STEP)
+    told = [finished.stats.engine_seconds for finished in shop.finished.values() if finished.stats]
+    assert 0.0 < sum(told) < len(shop.plans) * STEP
+
+
+# -- preemption ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_below_its_share_takes_the_newest_place_of_the_one_above() -> None:
+    shop = Shop(min_run_seconds=5.0)
+    long = [shop.add_for("a", max_tokens=100) for _ in range(2)]
+    for _ in range(20):
+        shop.step()
+    small = shop.add_for("b")
+    shop.step()
+    assert small.status is RequestStatus.RUNNING
+    assert [request.num_preemptions for request in long] == [0, 1]
+    shop.drain()
+    assert sum(request.num_preemptions for request in shop.requests.values()) < 10, "they do not fight"
+
+
+def test_a_minimum_run_is_granted() -> None:
+    shop = Shop(min_run_seconds=30.0)
+    long = [shop.add_for("a", max_tokens=100) for _ in range(2)]
+    shop.step()
+    small = shop.add_for("b")
+    for _ in range(20):
+        shop.step()
+        assert small.status is RequestStatus.WAITING
+    shop.step_until(lambda: small.status is RequestStatus.RUNNING)
+    assert long[1].num_preemptions == 1
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_short_of_memory_the_most_over_served_gives_way(lag: int) -> None:
+    """And not whoever came last."""
+    shop = Shop(lag=lag, num_blocks=14, block_size=2, max_num_seqs=2, max_model_len=28)
+    # "a" owes a lot, and its request is the older one.
+    greedy, modest = shop.add_for("a", 6, 20), shop.add_for("b", 4, 16)
+    shop.step()
+    shop.scheduler.tenants["a"].charge(100.0)
+    shop.drain()
+    assert greedy.num_preemptions > 0
+    assert modest.num_preemptions == 0
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_running_requests_are_limited() -> None:
+    shop = Shop({"a": TenantPolicy(max_running=1)}, max_num_seqs=4)
+    for name in "aaabb":
+        shop.add_for(name)
+    shop.step()
+    assert sorted(request.tenant for request in shop.scheduler.running.values()) == ["a", "b", "b"]
+    shop.drain()
+
+
+def test_waiting_requests_are_limited_by_tenant() -> None:
+    shop = Shop({"a": TenantPolicy(max_queued=2)}, max_queued=3)
+    shop.add_for("a")
+    shop.add_for("a")
+    with pytest.raises(ResourceExhausted, match="of tenant 'a' are waiting, and its max_queued is 2") as caught:
+        shop.add_for("a")
+    assert caught.value.retry_after is not None
+    shop.add_for("b")
+    with pytest.raises(Unavailable, match="3 requests are waiting, and max_queued is 3") as late:
+        shop.add_for("b")
+    assert late.value.retry_after is not None
+    shop.drain()
+
+
+def test_when_to_come_again_follows_the_rate_of_endings() -> None:
+    shop = Shop({"a": TenantPolicy(max_queued=1)}, max_num_seqs=1)
+    for _ in range(20):
+        shop.add_for("b", max_tokens=10)
+    for _ in range(150):
+        shop.step()
+    shop.add_for("a", max_tokens=100)
+    with pytest.raises(ResourceExhausted) as caught:
+        shop.add_for("a")
+    assert caught.value.retry_after == pytest.approx(10.0, rel=0.3)
+    shop.drain()
+
+
+def test_blocks_are_limited() -> None:
+    shop = Shop({"a": TenantPolicy(max_blocks=5)}, max_num_seqs=4)
+    requests = [shop.add_for("a", 9, 6) for _ in range(2)]  # three blocks for the prompt, four in the end
+    shop.step()
+    assert [request.status for request in requests] == [RequestStatus.RUNNING, RequestStatus.WAITING]
+    shop.add_for("b", 9, 6)
+    shop.step()
+    assert len(shop.scheduler.running) == 2
+    shop.drain()
+    with pytest.raises(ResourceExhausted, match="the KV cache share of tenant 'a': 20 tokens"):
+        shop.add_for("a", 9, 30)
+
+
+def test_tokens_per_second_are_limited() -> None:
+    """A bucket of 10 tokens, one more each second: prompts that are computed and completions count, drafts do not."""
+    shop = Shop({"a": TenantPolicy(tokens_per_second=1.0, burst_tokens=10.0)}, max_num_seqs=1)
+    for _ in range(12):
+        shop.add_for("a", 5, 7)
+    steps = 0
+    while shop.scheduler.has_requests:
+        shop.step()
+        steps += 1
+    assert steps == pytest.approx(12 * 12 - 10, rel=0.15)
+
+
+def test_who_waits_for_tokens_holds_up_nobody() -> None:
+    shop = Shop({"a": TenantPolicy(tokens_per_second=0.001, burst_tokens=1.0)}, max_num_seqs=1)
+    shop.add_for("a")
+    later = shop.add_for("a")
+    others = [shop.add_for("b") for _ in range(3)]
+    shop.step_until(lambda: all(request.status is RequestStatus.FINISHED for request in others))
+    assert later.status is RequestStatus.WAITING
+    assert shop.scheduler.wake_at(shop.now) > shop.now
+    shop.abort(later)
+    assert shop.scheduler.wake_at(shop.now) == math.inf
+
+
+# -- priorities ------------------------------------------------------------------------------------------------------
+
+
+def test_priorities_are_within_a_tenant_and_clamped() -> None:
+    shop = Shop({"a": TenantPolicy(max_priority=1)}, max_num_seqs=1)
+    first, low, clamped, high = (shop.add_for("a", max_tokens=2, priority=p) for p in (0, -1, 9, 1))
+    shop.drain()
+    admitted = [admission.request_id for plan in shop.plans for admission in plan.admitted]
+    assert admitted == [request.request_id for request in (clamped, high, first, low)]
+
+
+def test_nobody_starves() -> None:
+    """A stream of urgent requests that never ends: what has waited long enough goes before them."""
+    shop = Shop({"a": TenantPolicy(max_priority=5)}, max_num_seqs=1, max_queued=10_000)
+    low = shop.add_for("a", max_tokens=1)
+    for _ in range(60):
+        shop.add_for("a", max_tokens=1, priority=5)
+        shop.step()
+        if low.status is not RequestStatus.WAITING:
+            break
+    assert low.status is not RequestStatus.WAITING
+    assert shop.now > 40, "it was not first"
+    shop.drain()
+
+
+# -- the books -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"weight": 0.0}, "weight = 0.0: must be a number > 0"),
+        ({"weight": -1.0}, "weight = -1.0"),
+        ({"weight": math.inf}, "weight = inf"),
+        ({"max_running": 0}, "max_running = 0: must be an integer >= 1"),
+        ({"max_blocks": 0}, "max_blocks = 0"),
+        ({"tokens_per_second": 0.0}, "tokens_per_second = 0.0"),
+        ({"burst_tokens": 5.0}, "burst_tokens = 5.0: must be set together with tokens_per_second"),
+        ({"max_priority": -1}, "max_priority = -1"),
+    ],
+)
+def test_a_policy_that_serves_nobody_is_refused(wrong: dict[str, float], said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        TenantPolicy(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_unknown_tenant_is_refused_where_all_are_known() -> None:
+    shop = Shop()
+    shop.scheduler.tenants = Tenants({"a": TenantPolicy()}, default=None)
+    with pytest.raises(InvalidArgument, match=r"scheduling\.tenant = 'b': must be a tenant of this server"):
+        shop.add_for("b")
+    shop.add_for("a")
+    shop.drain()
+
+
+def test_idle_tenants_are_forgotten() -> None:
+    tenants = Tenants({})
+    for index in range(3 * MOST_IDLE):
+        tenants.get(f"tenant {index}", 0.0)
+    assert len(tenants) <= MOST_IDLE
+
+
+def test_other_policies_take_effect_and_accounts_stay() -> None:
+    shop = Shop()
+    shop.add_for("a")
+    shop.drain()
+    before = shop.service("a")
+    shop.scheduler.tenants.set_policies({"a": TenantPolicy(weight=4.0, max_queued=1)}, None)
+    assert shop.service("a") == before > 0
+    shop.add_for("a")
+    with pytest.raises(ResourceExhausted):
+        shop.add_for("a")
+    with pytest.raises(InvalidArgument):
+        shop.add_for("b")
+    shop.drain()
+
+
+def test_what_is_added_directly() -> None:
+    """The scheduler's own signature, without the harness."""
+    shop = Shop()
+    request = shop.scheduler.add(
+        7, prompt_of(4), GREEDY, StopParams(max_tokens=1), SpeculationParams(), 0.0, scheduling=SchedulingParams("x")
+    )
+    assert request.tenant == "x"
+    assert shop.scheduler.abort(7)
+    assert percent_right(100)(7, 1)
