@@ -36,7 +36,7 @@ class KVCacheManager:
 
     def capacity(self, request_id: int) -> int:
         """Token positions that the request's blocks hold."""
-        return self.num_blocks(request_id) * self.block_size
+        return len(self._tables.get(request_id, ())) * self.block_size
 
     def num_missing_blocks(self, request_id: int, num_tokens: int) -> int:
         """Blocks to add before the request holds `num_tokens` positions."""
@@ -46,11 +46,11 @@ class KVCacheManager:
         """Make room for `num_tokens` positions; the new block ids, or None, with nothing changed, if too few are
         free.
         """
+        if num_tokens <= self.capacity(request_id):
+            return ()
         missing = self.num_missing_blocks(request_id, num_tokens)
         if missing > self.num_free_blocks:
             return None
-        if not missing:
-            return ()
         blocks = self.pool.allocate(missing)
         self._tables.setdefault(request_id, []).extend(blocks)
         return blocks

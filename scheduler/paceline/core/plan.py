@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paceline.core.params import Method, SequenceParams
 
@@ -57,8 +57,7 @@ class Admission:
     num_draft_computed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceWork:
+class SequenceWork(NamedTuple):
     """One request's part of a step.
 
     Attributes:
@@ -117,8 +116,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceResult:
+class SequenceResult(NamedTuple):
     """What one request's work brought.
 
     Attributes:

@@ -33,6 +33,7 @@ class Request:
         charged_seconds: engine time that its tenant was charged for it.
         residuals: by method, what is known of the request beside what is known of its tenant and the drafter.
         max_total_tokens: prompt and completion tokens at most: the request's own limit or the model's.
+        num_tokens: known ones: prompt and emitted.
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
         num_cached_tokens: prompt tokens whose KV was there when the request was first admitted.
@@ -71,6 +72,7 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.output_token_ids: list[int] = []
+        self.num_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_draft_computed = 0
         self.num_cached_tokens = 0
@@ -110,17 +112,17 @@ class Request:
         return self.methods[0] if self.methods else Method.NONE
 
     @property
-    def num_tokens(self) -> int:
-        """Known tokens: prompt and emitted."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
     def max_output_tokens(self) -> int:
         return self.max_total_tokens - len(self.prompt_token_ids)
 
     @property
     def all_token_ids(self) -> tuple[int, ...]:
         return self.prompt_token_ids + tuple(self.output_token_ids)
+
+    def emit(self, token_ids: Sequence[int]) -> None:
+        """Append tokens of the completion."""
+        self.output_token_ids.extend(token_ids)
+        self.num_tokens += len(token_ids)
 
     def tokens_between(self, start: int, end: int) -> Sequence[int]:
         """Known tokens at positions from `start` up to `end`."""
@@ -141,11 +143,15 @@ class Request:
     @property
     def most_tokens(self) -> int:
         """Known tokens once every pending result is in, at most."""
+        if not self.pending:
+            return self.num_tokens
         return self.num_tokens + sum(1 + work.num_drafts for work in self.pending if work.samples)
 
     @property
     def num_to_compute(self) -> int:
         """Known tokens that will have no KV once every pending result is in."""
+        if not self.pending:
+            return self.num_tokens - self.num_computed_tokens
         if self.awaits_sample:
             return 1
         return self.num_tokens - self.num_computed_tokens - sum(work.num_tokens for work in self.pending)
@@ -166,7 +172,10 @@ class Request:
     @property
     def surely_ends(self) -> bool:
         """The pending results reach the token limit, whatever they are."""
-        return self.num_tokens + sum(work.samples for work in self.pending) >= self.max_total_tokens
+        # What is known never reaches the limit: then the request would have ended.
+        return bool(self.pending) and (
+            self.num_tokens + sum(work.samples for work in self.pending) >= self.max_total_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)

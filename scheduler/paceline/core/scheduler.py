@@ -37,6 +37,7 @@ from paceline.core.request import Request, RequestOutput, RequestStats, RequestS
 from paceline.core.service_rate import ServiceRate
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_report import SpeculationReport
+from paceline.core.step_builder import Share, StepBuilder
 from paceline.core.tenants import ONE_SHARE, Tenant, TenantPolicy, Tenants
 from paceline.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 
@@ -252,17 +253,19 @@ class Scheduler:
         assert self._num_outstanding < MAX_OUTSTANDING, "more than one plan is outstanding"
         for request in self.deadlines.expired(self.requests, now):
             self._refuse(request, DeadlineExceeded("too late: the time is over"))
-        step = _Step(self.config.max_num_batched_tokens)
-        step.prompt_budget = self._prompt_budget()
+        step = StepBuilder(self.config.max_num_batched_tokens, self._prompt_budget())
         preempted = self._continue_running(step)
         if not preempted:
             self._admit_waiting(step, now)
         self._add_drafts(step)
-        if not step.work:
+        if not step.shares:
             return StepPlan(self._num_steps, (), (), ())
-        for request_id, work in step.work.items():
-            self.requests[request_id].pending.append(work)
-        plan = StepPlan(self._num_steps, tuple(self._released), tuple(step.admitted), tuple(step.work.values()))
+        works = []
+        for share in step.shares.values():
+            work = share.work()
+            share.request.pending.append(work)
+            works.append(work)
+        plan = StepPlan(self._num_steps, tuple(self._released), tuple(step.admitted), tuple(works))
         self._released.clear()
         self._num_steps += 1
         self._num_outstanding += 1
@@ -306,15 +309,11 @@ class Scheduler:
         curve = costs.targets(decodes, self.config.max_num_batched_tokens, 0, decodes)
         return max(LEAST_PROMPT_ROWS, int((curve <= seconds).sum()) - 1)
 
-    def _rows(self, request: Request, step: _Step, budget: int) -> int:
-        """Known tokens of the request that the step may compute, of at most `budget`."""
-        rows = min(request.num_to_compute, budget)
-        if rows <= 1:
-            return rows
-        most = min(step.prompt_budget, self.config.long_prefill_threshold or rows)
-        return max(1, min(rows, most))
+    def _prompt_rows(self, wanted: int, step: StepBuilder, budget: int) -> int:
+        """Known tokens of one prompt that the step may compute, at least one."""
+        return max(1, min(wanted, budget, step.prompt_budget, self.config.long_prefill_threshold or wanted))
 
-    def _continue_running(self, step: _Step) -> bool:
+    def _continue_running(self, step: StepBuilder) -> bool:
         """Give every running request its rows, in the order of admission. True if somebody had to be preempted."""
         preempted = False
         order = list(self.running.values())
@@ -322,10 +321,11 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING or request.surely_ends:
                 continue
             # One row stays reserved for each request behind this one, so that a long prompt never stops their decodes.
-            rows = self._rows(request, step, step.budget - (len(order) - index - 1))
-            if rows <= 0:
-                continue
-            while (blocks := self.kv.grow(request.request_id, self._end_position(request, rows))) is None:
+            rows = wanted = request.num_to_compute
+            if wanted > 1:
+                rows = self._prompt_rows(wanted, step, step.budget - (len(order) - index - 1))
+            end = request.most_tokens - wanted + rows
+            while (blocks := self.kv.grow(request.request_id, end)) is None:
                 victim = self._victim()
                 self._preempt(victim)
                 step.drop(victim)
@@ -333,10 +333,10 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                step.add(self._work(request, rows, blocks))
+                step.add(self._share(request, rows, rows == wanted, end, blocks))
         return preempted
 
-    def _admit_waiting(self, step: _Step, now: float) -> None:
+    def _admit_waiting(self, step: StepBuilder, now: float) -> None:
         """Admit requests while rows, places and blocks for the whole of their known tokens are left: the most urgent of
         the tenant that is owed most. If that one finds no room nobody else takes it.
         """
@@ -407,7 +407,7 @@ class Scheduler:
                 return request
         return None
 
-    def _admit(self, request: Request, known: Sequence[int], num_drafted: int, step: _Step, now: float) -> None:
+    def _admit(self, request: Request, known: Sequence[int], num_drafted: int, step: StepBuilder, now: float) -> None:
         """Let a request run that has a place."""
         if known:
             self.prefixes.share(request, known, num_drafted)
@@ -434,73 +434,63 @@ class Scheduler:
                 request.num_draft_computed,
             )
         )
-        step.add(self._work(request, self._rows(request, step, step.budget), blocks))
+        wanted = request.num_to_compute
+        rows = self._prompt_rows(wanted, step, step.budget)
+        step.add(self._share(request, rows, rows == wanted, request.num_computed_tokens + rows, blocks))
 
-    def _work(self, request: Request, rows: int, blocks: tuple[int, ...]) -> SequenceWork:
+    def _share(self, request: Request, rows: int, samples: bool, end: int, blocks: tuple[int, ...]) -> Share:
         """Target rows for one request. While draft models draft, the request's reads along with its prompt; else it
         catches up when it is asked for a draft.
         """
-        samples = rows == request.num_to_compute
-        if (
-            self.speculation.model_drafts
-            and not self._decodes(request)
-            and self._highest_depth(request, Method.DRAFT_MODEL) > 0
-        ):
-            method, catch_up = Method.DRAFT_MODEL, rows
-        else:
-            method, catch_up = request.method, 0
-        return SequenceWork(
-            request.request_id, rows, samples, method=method, draft_catch_up=catch_up, new_block_ids=blocks
-        )
+        share = Share(request, rows, samples, end, blocks)
+        reads_prompt = rows > 1 or not (request.output_token_ids or request.pending)
+        if reads_prompt and self.speculation.model_drafts and self._limits(request).get(Method.DRAFT_MODEL):
+            share.method, share.catch_up = Method.DRAFT_MODEL, rows
+        return share
 
-    def _add_drafts(self, step: _Step) -> None:
+    def _add_drafts(self, step: StepBuilder) -> None:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
         offered = {}
-        for work in step.work.values():
-            request = self.requests[work.request_id]
-            if work.samples and work.num_tokens == 1 and (highest := self._highest_depths(request)):
-                offered[request] = highest
+        for share in step.shares.values():
+            if share.samples and share.rows == 1 and (limits := self._limits(share.request)):
+                offered[share.request] = limits
         if not offered:
             return
         choices = self.speculation.choose(offered, self._load(step), self._slot_price)
         for request, chosen in zip(offered, choices, strict=True):
-            work, depth = step.work[request.request_id], chosen.depth
+            share, depth = step.shares[request.request_id], chosen.depth
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
             gap = request.draft_gap if depth and chosen.method is Method.DRAFT_MODEL else 0
-            behind = max(0, gap - work.num_tokens)
+            behind = max(0, gap - 1)
             if behind > step.budget:
                 depth, behind = 0, step.budget
-                gap = behind + work.num_tokens
-            depth, blocks = self._grow_for_drafts(request, min(depth, step.budget - behind))
+                gap = behind + 1
+            if depth:
+                depth = self._grow_for_drafts(share, min(depth, step.budget - behind))
             step.budget -= depth + behind
-            step.work[request.request_id] = SequenceWork(
-                request.request_id,
-                num_tokens=work.num_tokens,
-                samples=True,
-                num_drafts=depth,
-                method=chosen.method if depth or gap else request.method,
-                draft_catch_up=gap,
-                new_block_ids=work.new_block_ids + blocks,
-                scores_ngram=Method.NGRAM in request.methods and not (depth and chosen.method is Method.NGRAM),
-            )
+            share.depth, share.catch_up = depth, gap
+            share.method = chosen.method if depth or gap else request.method
+            share.scores_ngram = Method.NGRAM in request.methods and not (depth and chosen.method is Method.NGRAM)
 
-    def _load(self, step: _Step) -> StepLoad:
-        works = step.work.values()
+    def _load(self, step: StepBuilder) -> StepLoad:
+        shares = step.shares.values()
         return StepLoad(
-            rows=sum(work.num_rows for work in works),
-            context=sum(self._end_position(self.requests[work.request_id], work.num_tokens) for work in works),
-            sampling=sum(work.samples for work in works),
+            rows=sum([share.rows for share in shares]),
+            context=sum([share.end for share in shares]),
+            sampling=sum([share.samples for share in shares]),
             budget=step.budget,
         )
 
-    def _grow_for_drafts(self, request: Request, depth: int) -> tuple[int, tuple[int, ...]]:
-        """Slots for drafts, allocated before drafting: the depth there is room for, and the new blocks."""
-        known = request.most_tokens
-        room = self.kv.capacity(request.request_id) + self._spare_blocks * self.config.block_size - known
-        depth = max(0, min(depth, room))
-        blocks = self.kv.grow(request.request_id, known + depth) if depth else ()
-        assert blocks is not None
-        return depth, blocks
+    def _grow_for_drafts(self, share: Share, depth: int) -> int:
+        """Slots for drafts, allocated before drafting: the depth there is room for."""
+        request_id, known = share.request.request_id, share.request.most_tokens
+        if known + depth > self.kv.capacity(request_id):
+            room = self.kv.capacity(request_id) + self._spare_blocks * self.config.block_size - known
+            depth = max(0, min(depth, room))
+            blocks = self.kv.grow(request_id, known + depth)
+            assert blocks is not None
+            share.blocks += blocks
+        return depth
 
     @property
     def _spare_blocks(self) -> int:
@@ -516,30 +506,20 @@ class Scheduler:
         """
         return max(0.0, 1.0 - self._spare_blocks / len(self.running))
 
-    def _highest_depths(self, request: Request) -> dict[Method, int]:
-        """By each method that the request may use, if any depth is left for it."""
-        depths = {method: self._highest_depth(request, method) for method in request.methods}
-        return {method: depth for method, depth in depths.items() if depth}
-
-    def _highest_depth(self, request: Request, method: Method) -> int:
-        """No draft may be of use behind the request's last token, nor lie behind the draft model's length."""
-        if method not in request.methods:
-            return 0
+    def _limits(self, request: Request) -> dict[Method, int]:
+        """How deep the request may draft, by each method that it may use, if at all: no draft may be of use behind its
+        last token, nor lie behind the draft model's length.
+        """
+        most = request.most_tokens
         bound = request.speculation.max_depth
         assert bound is not None, "the server has a highest depth, so every request has one"
-        highest = min(bound, request.max_total_tokens - request.most_tokens - 1)
-        if method is Method.DRAFT_MODEL:
-            highest = min(highest, self.config.max_draft_len - request.most_tokens)
-        return max(0, highest)
-
-    @staticmethod
-    def _decodes(request: Request) -> bool:
-        return bool(request.output_token_ids or request.awaits_sample) and request.num_to_compute == 1
-
-    @staticmethod
-    def _end_position(request: Request, rows: int) -> int:
-        """Token positions that must have slots once `rows` more known tokens are computed."""
-        return request.most_tokens - request.num_to_compute + rows
+        highest = min(bound, request.max_total_tokens - most - 1)
+        limits = {}
+        for method in request.methods:
+            limit = min(highest, self.config.max_draft_len - most) if method is Method.DRAFT_MODEL else highest
+            if limit > 0:
+                limits[method] = limit
+        return limits
 
     # -- transitions ---------------------------------------------------------------------------------------------------
 
@@ -556,7 +536,7 @@ class Scheduler:
             return None
         token_ids = sequence.token_ids
         offset = len(request.output_token_ids)
-        request.output_token_ids.extend(token_ids)
+        request.emit(token_ids)
         if running:
             request.num_computed_tokens = request.num_tokens - 1
             self.prefixes.remember(request)
@@ -667,27 +647,3 @@ class Scheduler:
                     prefixes = request.all_token_ids[:end], first.all_token_ids[:end]
                     assert prefixes[0] == prefixes[1], f"block {block}: prefixes differ"
                     assert end <= request.num_computed_tokens, f"block {block} is open"
-
-
-class _Step:
-    """A plan in the making."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget  # rows left
-        self.prompt_budget = budget  # of them, those that prompts may have
-        self.work: dict[int, SequenceWork] = {}
-        self.admitted: list[Admission] = []
-
-    def add(self, work: SequenceWork) -> None:
-        self.work[work.request_id] = work
-        self.budget -= work.num_rows
-        if work.num_tokens > 1:
-            self.prompt_budget -= work.num_tokens
-
-    def drop(self, request: Request) -> None:
-        """It was preempted, if it had work already."""
-        work = self.work.pop(request.request_id, None)
-        if work is not None:
-            self.budget += work.num_rows
-            if work.num_tokens > 1:
-                self.prompt_budget += work.num_tokens
