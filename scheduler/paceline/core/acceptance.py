@@ -150,34 +150,38 @@ class AcceptanceModel:
         """
         if not reached:
             return
+        positions, told, prior = self._positions, self._told, self._of_request.prior
+        position_decay, position_prior = _POSITION.decay, _POSITION.prior
         # All errors are those of the rates before the step, which is what `survivals` predicts: deep positions are
         # reached in easy steps, and a request that learned within the step would take the credit for that. Lengths of
         # steps, though, may depend only on what was known before the label: else runs of ones, which bring more
         # information than a first zero, would count for less. All in one loop, since every verified draft passes it.
-        log_odds = self._log_odds(tenant, request)
-        unexplained = self._of_request.prior / (request.information + self._of_request.prior)
+        of_tenant = self._touch(tenant) if shared else self._tenants.get(tenant) or Residual()
+        log_odds = self._prior + request.shift + of_tenant.shift
+        unexplained = prior / (request.information + prior)
         shift, known = request.shift, self._of_request.decay * request.information
         if shared:
-            of_tenant = self._touch(tenant)
             tenant_shift, tenant_known = of_tenant.shift, _TENANT.decay * of_tenant.information
-            while len(self._positions) < len(reached):
-                self._positions.append(self._position(len(self._positions)))
+            while len(positions) < len(reached):
+                positions.append(self._position(len(positions)))
         for index, label in enumerate(reached):
-            position = self._position(index)
-            rate = _rate(log_odds + position.shift)
+            position = positions[index] if index < len(positions) else self._position(index)
+            odds = log_odds + position.shift
+            rate = 1.0 / (1.0 + exp(-(_LOWEST if odds < _LOWEST else _HIGHEST if odds > _HIGHEST else odds)))
             error, information = label - rate, rate * (1.0 - rate)
-            self._told.append((index, rate, label))
+            told.append((index, rate, label))
             known += information
-            shift += error / (known + self._of_request.prior)
+            shift += error / (known + prior)
             if shared:
-                position.information = _POSITION.decay * position.information + information
-                position.shift = _bounded(position.shift + error / (position.information + _POSITION.prior))
+                position.information = of_position = position_decay * position.information + information
+                odds = position.shift + error / (of_position + position_prior)
+                position.shift = _LOWEST if odds < _LOWEST else _HIGHEST if odds > _HIGHEST else odds
                 tenant_known += unexplained**2 * information
                 tenant_shift += unexplained * error / (tenant_known + _TENANT.prior)
         request.shift, request.information = _bounded(shift), known
         if shared:
             of_tenant.shift, of_tenant.information = _bounded(tenant_shift), tenant_known
-        if len(self._told) >= _COMPARED_AT_ONCE:
+        if len(told) >= _COMPARED_AT_ONCE:
             self._compare()
 
     def age(self, request: Residual) -> None:
@@ -208,15 +212,21 @@ class AcceptanceModel:
 
     def _touch(self, tenant: str) -> Residual:
         """The tenant's residual, which is now the most recent; a new one may displace the least recent."""
-        residual = self._tenants.pop(tenant, None) or Residual()
+        residual = self._tenants.pop(tenant, None)
+        if residual is None:
+            residual = Residual()
+            if len(self._tenants) >= self._max_tenants:
+                del self._tenants[next(iter(self._tenants))]
         self._tenants[tenant] = residual
-        if len(self._tenants) > self._max_tenants:
-            del self._tenants[next(iter(self._tenants))]
         return residual
 
 
 def _rate(log_odds: float) -> float:
-    return 1.0 / (1.0 + exp(-_bounded(log_odds)))
+    if log_odds < _LOWEST:
+        log_odds = _LOWEST
+    elif log_odds > _HIGHEST:
+        log_odds = _HIGHEST
+    return 1.0 / (1.0 + exp(-log_odds))
 
 
 def _bounded(log_odds: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.cost_model import StepShape
-from paceline.core.params import Method
+from paceline.core.params import NO_METHOD, Method
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class DepthPolicy(ABC):
         return
 
 
-NOTHING = Chosen(Method.NONE, 0)
+NOTHING = Chosen(NO_METHOD, 0)
 
 
 def choose_depths(

@@ -33,6 +33,13 @@ class Method(enum.StrEnum):
 NO_DRAFTS = frozenset({Method.NONE})
 
 
+# Looking a member up in its class takes as long as a function call; these are for what is done for every request at
+# every step.
+NGRAM = Method.NGRAM
+DRAFT_MODEL = Method.DRAFT_MODEL
+NO_METHOD = Method.NONE
+
+
 class Verification(enum.StrEnum):
     """The rule by which drafts are kept. All are exact; they differ in how many they keep and what noise they use."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.kv_cache_manager import KVCacheManager
 from paceline.core.prefix_cache import first_key, next_key
-from paceline.core.request import Request, RequestStatus
+from paceline.core.request import RUNNING, Request
 
 
 class Prefixes:
@@ -16,6 +16,7 @@ class Prefixes:
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.kv = kv
         self.scope = config.prefix_cache
+        self.is_on = self.scope is not PrefixScope.OFF
         self.block_size = config.block_size
 
     def find(self, request: Request) -> tuple[Sequence[int], int]:
@@ -26,11 +27,11 @@ class Prefixes:
         if request.params.logprobs.prompt is not None and not request.output_token_ids:
             return (), 0
         known: Sequence[int] = ()
-        if self.scope is not PrefixScope.OFF:
+        if self.is_on:
             known = self.kv.cache.find(self._keys(request, (request.num_tokens - 1) // self.block_size))
         if self._num_shareable(request) > len(known):
             for sibling in request.siblings.values():
-                if sibling.status is RequestStatus.RUNNING and self._has_prompt(sibling):
+                if sibling.status is RUNNING and self._has_prompt(sibling):
                     blocks = self.kv.table(sibling.request_id)[: self._num_shareable(request)]
                     return blocks, min(len(blocks), sibling.num_draft_computed // self.block_size)
         return known, self.kv.cache.num_drafted(known)
@@ -38,9 +39,7 @@ class Prefixes:
     def awaits_sibling(self, request: Request) -> bool:
         """Another completion computes the prompt right now, of which this one will share whole blocks."""
         # One of a single token ends with the step that computes its prompt: nobody can share with it.
-        running = [
-            s for s in request.siblings.values() if s.status is RequestStatus.RUNNING and s.max_output_tokens > 1
-        ]
+        running = [s for s in request.siblings.values() if s.status is RUNNING and s.max_output_tokens > 1]
         return bool(running) and not any(map(self._has_prompt, running))
 
     def share(self, request: Request, blocks: Sequence[int], num_drafted: int) -> None:
@@ -52,7 +51,7 @@ class Prefixes:
 
     def remember(self, request: Request) -> None:
         """Let others find the blocks that are full and computed."""
-        if self.scope is PrefixScope.OFF:
+        if not self.is_on:
             return
         cache, table_id = self.kv.cache, request.request_id
         full = request.num_computed_tokens // self.block_size

@@ -7,9 +7,19 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.acceptance import Residual
-from paceline.core.params import ANYBODY, Method, SchedulingParams, SequenceParams, SpeculationParams, StopParams
+from paceline.core.params import (
+    ANYBODY,
+    DRAFT_MODEL,
+    NO_METHOD,
+    Method,
+    SchedulingParams,
+    SequenceParams,
+    SpeculationParams,
+    StopParams,
+)
 from paceline.core.plan import Finish, SequenceWork
 from paceline.core.speculation_counts import SpeculationCounts
 
@@ -19,6 +29,9 @@ class RequestStatus(enum.Enum):
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()  # waiting again, with nothing computed; its emitted tokens are kept
     FINISHED = enum.auto()
+
+
+RUNNING = RequestStatus.RUNNING  # as in `params.py`
 
 
 class Request:
@@ -31,6 +44,8 @@ class Request:
         rank: its place among the waiting requests of its tenant, lowest first.
         admitted_at: when it last entered the batch.
         charged_seconds: engine time that its tenant was charged for it.
+        limits: its highest depth by each of these methods, while its end is far.
+        is_example: what it accepts says something of others.
         residuals: by method, what is known of the request beside what is known of its tenant and the drafter.
         max_total_tokens: prompt and completion tokens at most: the request's own limit or the model's.
         num_tokens: known ones: prompt and emitted.
@@ -67,6 +82,8 @@ class Request:
         self.speculation = speculation
         self.arrival = arrival
         self.methods = methods
+        self.is_example = not params.edits_logits
+        self.limits = {method: speculation.max_depth or 0 for method in methods} if speculation.max_depth else {}
         self.scheduling = scheduling
         self.max_total_tokens = max_total_tokens
 
@@ -109,7 +126,7 @@ class Request:
     @property
     def method(self) -> Method:
         """The drafter that comes first."""
-        return self.methods[0] if self.methods else Method.NONE
+        return self.methods[0] if self.methods else NO_METHOD
 
     @property
     def max_output_tokens(self) -> int:
@@ -161,7 +178,7 @@ class Request:
         """Known tokens without draft KV once every pending result is in, at most."""
         gap = self.num_tokens - self.num_draft_computed
         for work in self.pending:
-            if work.num_drafts and work.method is Method.DRAFT_MODEL:
+            if work.num_drafts and work.method is DRAFT_MODEL:
                 # A draft model that drafted is one token behind, or two after a full acceptance. It has seen none of
                 # the drafts that a grammar forced.
                 gap = 2 if self.params.constraints.grammar is None else work.num_drafts + 1
@@ -228,8 +245,7 @@ class RequestStats:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """New tokens of one request; `finish` and `stats` come once, with the last of them."""
 
     request_id: int

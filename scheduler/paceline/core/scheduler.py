@@ -21,6 +21,9 @@ from paceline.core.depth import StepLoad
 from paceline.core.kv_cache_manager import KVCacheManager
 from paceline.core.params import (
     ANYBODY,
+    DRAFT_MODEL,
+    NGRAM,
+    NO_METHOD,
     Constraints,
     LogprobsParams,
     Method,
@@ -33,7 +36,7 @@ from paceline.core.params import (
 )
 from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.core.prefixes import Prefixes
-from paceline.core.request import Request, RequestOutput, RequestStats, RequestStatus
+from paceline.core.request import RUNNING, Request, RequestOutput, RequestStats, RequestStatus
 from paceline.core.service_rate import ServiceRate
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_report import SpeculationReport
@@ -230,8 +233,8 @@ class Scheduler:
     def _methods(self, speculation: SpeculationParams, tenant: str) -> tuple[Method, ...]:
         """The request's own choice, or else the server's, with n-grams beside it or where the tenant may not use it."""
         own = speculation.method
-        wanted = (self.config.method, Method.NGRAM) if own is None else (own,)
-        if wanted[0] is Method.NONE:
+        wanted = (self.config.method, NGRAM) if own is None else (own,)
+        if wanted[0] is NO_METHOD:
             return ()
         allowed = self.allowed_methods(tenant)
         methods = tuple(method for method in dict.fromkeys(wanted) if method in allowed)
@@ -288,7 +291,9 @@ class Scheduler:
             if request is None:
                 self._charge_leaving(work.request_id, seconds, now)
                 continue
-            self._charge(request, seconds, now)
+            request.charged_seconds += seconds
+            account = self.tenants[request.tenant]
+            account.charge(seconds, len(sequence.token_ids))
             planned = request.pending.popleft()
             assert planned is work, (planned, work)
             output = self._commit(request, work, sequence, now)
@@ -318,7 +323,7 @@ class Scheduler:
         preempted = False
         order = list(self.running.values())
         for index, request in enumerate(order):
-            if request.status is not RequestStatus.RUNNING or request.surely_ends:
+            if request.status is not RUNNING or request.surely_ends:
                 continue
             # One row stays reserved for each request behind this one, so that a long prompt never stops their decodes.
             rows = wanted = request.num_to_compute
@@ -415,7 +420,7 @@ class Scheduler:
         assert blocks is not None
         self.tenants.started(request)
         self.running[request.request_id] = request
-        request.status = RequestStatus.RUNNING
+        request.status = RUNNING
         request.admitted_at = now
         if request.scheduling.time_per_output_token is not None:
             self._paced[request.request_id] = request.scheduling.time_per_output_token
@@ -444,8 +449,8 @@ class Scheduler:
         """
         share = Share(request, rows, samples, end, blocks)
         reads_prompt = rows > 1 or not (request.output_token_ids or request.pending)
-        if reads_prompt and self.speculation.model_drafts and self._limits(request).get(Method.DRAFT_MODEL):
-            share.method, share.catch_up = Method.DRAFT_MODEL, rows
+        if reads_prompt and self.speculation.model_drafts and self._limits(request).get(DRAFT_MODEL):
+            share.method, share.catch_up = DRAFT_MODEL, rows
         return share
 
     def _add_drafts(self, step: StepBuilder) -> None:
@@ -460,7 +465,7 @@ class Scheduler:
         for request, chosen in zip(offered, choices, strict=True):
             share, depth = step.shares[request.request_id], chosen.depth
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
-            gap = request.draft_gap if depth and chosen.method is Method.DRAFT_MODEL else 0
+            gap = request.draft_gap if depth and chosen.method is DRAFT_MODEL else 0
             behind = max(0, gap - 1)
             if behind > step.budget:
                 depth, behind = 0, step.budget
@@ -470,7 +475,7 @@ class Scheduler:
             step.budget -= depth + behind
             share.depth, share.catch_up = depth, gap
             share.method = chosen.method if depth or gap else request.method
-            share.scores_ngram = Method.NGRAM in request.methods and not (depth and chosen.method is Method.NGRAM)
+            share.scores_ngram = NGRAM in request.methods and not (depth and chosen.method is NGRAM)
 
     def _load(self, step: StepBuilder) -> StepLoad:
         shares = step.shares.values()
@@ -513,10 +518,12 @@ class Scheduler:
         most = request.most_tokens
         bound = request.speculation.max_depth
         assert bound is not None, "the server has a highest depth, so every request has one"
+        if most + bound < request.max_total_tokens and most + bound <= self.config.max_draft_len:
+            return request.limits
         highest = min(bound, request.max_total_tokens - most - 1)
         limits = {}
         for method in request.methods:
-            limit = min(highest, self.config.max_draft_len - most) if method is Method.DRAFT_MODEL else highest
+            limit = min(highest, self.config.max_draft_len - most) if method is DRAFT_MODEL else highest
             if limit > 0:
                 limits[method] = limit
         return limits
@@ -526,7 +533,7 @@ class Scheduler:
     def _commit(
         self, request: Request, work: SequenceWork, sequence: SequenceResult, now: float
     ) -> RequestOutput | None:
-        running = request.status is RequestStatus.RUNNING
+        running = request.status is RUNNING
         if running:
             request.num_draft_computed = sequence.num_draft_computed
         if not work.samples:
@@ -543,7 +550,6 @@ class Scheduler:
         assert request.num_tokens <= request.max_total_tokens, (request.num_tokens, request.max_total_tokens)
         if token_ids and request.first_token is None:
             request.first_token = now
-        self.tenants[request.tenant].spend(len(token_ids))
         if sequence.finish is None:
             return RequestOutput(request.request_id, offset, token_ids)
         self.rate.ended(len(request.output_token_ids), now)
@@ -564,7 +570,7 @@ class Scheduler:
 
     def _end(self, request: Request) -> None:
         """The one way out, for finished and aborted requests alike."""
-        if request.status is RequestStatus.RUNNING:
+        if request.status is RUNNING:
             self._stop(request)
         self.tenants.remove(request)
         self.kv.free(request.request_id)
@@ -588,15 +594,11 @@ class Scheduler:
 
     # -- who pays ------------------------------------------------------------------------------------------------------
 
-    def _charge(self, request: Request, seconds: float, now: float) -> None:
-        request.charged_seconds += seconds
-        self.tenants.get(request.tenant, now).charge(seconds)
-
     def _charge_leaving(self, request_id: int, seconds: float, now: float) -> None:
         """What was computed for a request that has ended meanwhile is paid for all the same."""
         request = self._leaving[request_id]
         request.pending.popleft()
-        self._charge(request, seconds, now)
+        self.tenants.get(request.tenant, now).charge(seconds)
         if not request.pending:
             del self._leaving[request_id]
 
@@ -624,7 +626,7 @@ class Scheduler:
             assert len(request.pending) <= MAX_OUTSTANDING
             assert 0 <= request.num_computed_tokens < request.num_tokens <= request.max_total_tokens
             assert request.num_draft_computed <= request.num_tokens
-            if request.status is RequestStatus.RUNNING:
+            if request.status is RUNNING:
                 # A running request's first chunk is planned when it is admitted, with blocks for all its known tokens.
                 assert self.kv.capacity(request.request_id) >= request.num_tokens - 1
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel
 from paceline.core.calibration import Calibration
 from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, Offer, Outcome, StepLoad, choose_depths
-from paceline.core.params import Method, Verification
+from paceline.core.params import DRAFT_MODEL, NGRAM, NO_METHOD, Method, Verification
 from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.core.request import Request
 from paceline.core.speculation_counts import SpeculationCounts
@@ -51,10 +51,11 @@ class SpeculationControl:
     def forget(self) -> None:
         """Start every estimate and count anew, as after a warm-up."""
         self.drafters = {
-            (method, rule): TrackRecord(AcceptanceModel(NGRAM_TRAITS if method is Method.NGRAM else MODEL_TRAITS))
+            (method, rule): TrackRecord(AcceptanceModel(NGRAM_TRAITS if method is NGRAM else MODEL_TRAITS))
             for method in Method
             for rule in Verification
         }
+        self._models = {key: record.acceptance for key, record in self.drafters.items()}
         self.tenants: OrderedDict[str, SpeculationCounts] = OrderedDict()
         self.totals = SpeculationCounts()
         self.model_drafts = True  # in the last step that offered it a place
@@ -77,14 +78,14 @@ class SpeculationControl:
             return self._candidate(by_id[request_id], highest[request_id], load.budget)
 
         chosen = choose_depths(self.policy, load, highest, candidate, slot_price=slot_price)
-        if any(Method.DRAFT_MODEL in limits for limits in requests.values()):
-            self.model_drafts = any(choice.method is Method.DRAFT_MODEL for choice in chosen)
+        if any(DRAFT_MODEL in limits for limits in requests.values()):
+            self.model_drafts = any(choice.method is DRAFT_MODEL for choice in chosen)
         return chosen
 
     def _candidate(self, request: Request, highest: Mapping[Method, int], budget: int) -> DepthCandidate:
-        if request.speculation.min_depth and Method.DRAFT_MODEL in highest:
+        if request.speculation.min_depth and DRAFT_MODEL in highest:
             # n-grams may have nothing to propose: only a model can promise a lowest depth.
-            highest = {Method.DRAFT_MODEL: highest[Method.DRAFT_MODEL]}
+            highest = {DRAFT_MODEL: highest[DRAFT_MODEL]}
         # The newest token is read by the first pass anyway. What does not fit a step is read in parts, of which the
         # first is offered here; the scheduler grants no drafts before the last.
         catch_up = min(max(0, request.draft_gap - 1), budget // 2)
@@ -92,7 +93,7 @@ class SpeculationControl:
             Offer(
                 method,
                 self._acceptance(request, method).survivals(request.tenant, request.residuals[method], depth),
-                catch_up if method is Method.DRAFT_MODEL else 0,
+                catch_up if method is DRAFT_MODEL else 0,
             )
             for method, depth in highest.items()
         )
@@ -101,7 +102,7 @@ class SpeculationControl:
         return DepthCandidate(request.request_id, offers, lowest, most, request.steps_without_drafts)
 
     def _acceptance(self, request: Request, method: Method) -> AcceptanceModel:
-        return self.drafters[method, request.params.verification].acceptance
+        return self._models[method, request.params.verification]
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class SpeculationControl:
             self._learn(request, work, sequence)
             accepted = min(sequence.num_accepted, len(sequence.token_ids))
             request.depth = sequence.num_drafted
-            request.counts_by_method[work.method if work.num_drafts else Method.NONE].record(
+            request.counts_by_method[work.method if work.num_drafts else NO_METHOD].record(
                 len(sequence.token_ids),
                 sequence.num_drafted,
                 accepted,
@@ -217,10 +218,10 @@ class SpeculationControl:
                 # That it had nothing to propose is what the next choice should know.
                 labels = sequence.acceptance if sequence.num_drafted else (0.0,)
             else:
-                labels = sequence.scored if method is Method.NGRAM and work.scores_ngram else ()
+                labels = sequence.scored if method is NGRAM and work.scores_ngram else ()
             model = self._acceptance(request, method)
             if labels:
-                model.observe(request.tenant, residual, labels, shared=not request.params.edits_logits)
+                model.observe(request.tenant, residual, labels, request.is_example)
             else:
                 model.age(residual)
         request.steps_without_drafts = 0 if work.num_drafts else request.steps_without_drafts + 1
@@ -228,12 +229,17 @@ class SpeculationControl:
 
 def _shape(works: Sequence[SequenceWork], results: Sequence[SequenceResult], context: int) -> StepShape:
     """The step as it was executed: an n-gram may have proposed less than was planned."""
-    drafting = [work.num_drafts for work in works if work.method is Method.DRAFT_MODEL and work.num_drafts]
-    passes = tuple(sum(depth > number for depth in drafting) for number in range(max(drafting, default=0)))
-    read = sum(work.draft_catch_up for work in works)
-    if any(work.num_tokens > 1 or not work.samples for work in works):
+    drafting = [work.num_drafts for work in works if work.num_drafts and work.method is DRAFT_MODEL]
+    by_depth = Counter(drafting)
+    passes = [
+        sum([count for depth, count in by_depth.items() if depth > number])
+        for number in range(max(drafting, default=0))
+    ]
+    read = sum([work.draft_catch_up for work in works])
+    tokens = sum([work.num_tokens for work in works])
+    slots = sum([result.num_drafted for result in results])
+    if tokens > len(works) or sum([work.samples for work in works]) < len(works):
         kind = StepKind.MIXED
     else:
-        kind = StepKind.VERIFY if any(result.num_drafted for result in results) else StepKind.DECODE
-    rows = sum(work.num_tokens for work in works) + sum(result.num_drafted for result in results)
-    return StepShape(rows, context, passes, max(0, read - len(drafting)), kind, len(works))
+        kind = StepKind.VERIFY if slots else StepKind.DECODE
+    return StepShape(tokens + slots, context, tuple(passes), max(0, read - len(drafting)), kind, len(works))

@@ -7,17 +7,13 @@ waits for memory cost about nothing. What the cost model says is stretched to wh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.core.cost_model import CostModel, StepShape
-from paceline.core.params import Method
+from paceline.core.params import DRAFT_MODEL
 from paceline.core.plan import SequenceResult, SequenceWork
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,50 +48,49 @@ def write_bill(
         contexts: tokens whose KV each work reads.
         seconds: that the step took.
     """
-    rows = np.array([work.num_tokens for work in works], dtype=np.float64)
-    drafted = np.array([result.num_drafted for result in results], dtype=np.int64)
     if costs is None:
+        charges = [seconds * (w.num_tokens + r.num_drafted) / shape.rows for w, r in zip(works, results, strict=True)]
         nothing = [0.0] * len(works)
-        return StepBill(_stretched(rows + drafted, seconds), nothing, nothing, nothing)
-    slots = int(drafted.sum())
+        return StepBill(charges, nothing, nothing, nothing)
+    slots = sum([result.num_drafted for result in results])
     plain = costs.target(shape.rows - slots, 0, shape.sequences)
-    read = costs.target(shape.rows - slots, shape.context, shape.sequences) - plain
-    charges: Array = plain * rows / rows.sum() + read * np.array(contexts) / max(1, sum(contexts))
-    gained = spent = rejected = np.zeros(len(works))
-    if slots or shape.draft_passes or shape.draft_rows:
-        slot = (costs.target(shape.rows, 0) - costs.target(shape.rows - slots, 0)) / slots if slots else 0.0
-        planned = np.array([w.num_drafts if w.method is Method.DRAFT_MODEL else 0 for w in works], dtype=np.int64)
-        kept = np.array([min(r.num_accepted, len(r.token_ids)) for r in results], dtype=np.int64)
-        passes = _by_depth(costs, shape)
-        spent = drafted * slot + passes[planned]
-        rejected = (drafted - kept) * slot + passes[planned] - passes[np.minimum(kept, planned)]
-        emitted = np.array([len(r.token_ids) - 1 if w.num_drafts else 0 for w, r in zip(works, results, strict=True)])
-        gained = emitted * ((plain + read) / max(1, sum(work.samples for work in works)))
-        charges = charges + spent + _reading(costs, shape, works)
-    return StepBill(_stretched(charges, seconds), gained.tolist(), spent.tolist(), rejected.tolist())
+    without = costs.target(shape.rows - slots, shape.context, shape.sequences)
+    slot = (costs.target(shape.rows, 0) - costs.target(shape.rows - slots, 0)) / slots if slots else 0.0
+    passes, all_passes = _passes(costs, shape)
+    reading = costs.draft_rows(shape.draft_rows) + (
+        float(costs.first_passes(1)[1]) if shape.draft_rows and not shape.draft_passes else 0.0
+    )
+    predicted = without + slots * slot + all_passes + reading
+    stretch = seconds / predicted if predicted > 0.0 else 0.0
+    per_row = stretch * plain / max(1, shape.rows - slots)
+    per_context = stretch * (without - plain) / max(1, shape.context)
+    per_read = stretch * reading / max(1, sum([work.draft_catch_up for work in works]))
+    per_token = without / max(1, sum([work.samples for work in works]))
+    bill = StepBill([], [], [], [])
+    # One loop over plain numbers: there is an entry for every request at every step.
+    for work, result, context in zip(works, results, contexts, strict=True):
+        charge = per_row * work.num_tokens + per_context * context + per_read * work.draft_catch_up
+        gained = spent = rejected = 0.0
+        planned = work.num_drafts
+        if planned:
+            kept = min(result.num_accepted, len(result.token_ids))
+            spent, rejected = slot * result.num_drafted, slot * (result.num_drafted - kept)
+            if work.method is DRAFT_MODEL:
+                spent += passes[planned]
+                rejected += passes[planned] - passes[min(kept, planned)]
+            gained = per_token * (len(result.token_ids) - 1)
+            charge += stretch * spent
+        bill.charges.append(charge)
+        bill.gained.append(gained)
+        bill.spent.append(spent)
+        bill.rejected.append(rejected)
+    return bill
 
 
-def _by_depth(costs: CostModel, shape: StepShape) -> Array:
-    """Seconds that a request pays for 0, 1, ... passes of the draft model: [passes + 1]."""
+def _passes(costs: CostModel, shape: StepShape) -> tuple[list[float], float]:
+    """Seconds that a request pays for 0, 1, ... passes of the draft model, and seconds of all of them."""
     most = max(shape.draft_passes, default=0)
     first, later = costs.first_passes(most), costs.draft_passes(most)
-    shares = [float((later if number else first)[count]) / count for number, count in enumerate(shape.draft_passes)]
-    by_depth: Array = np.cumsum([0.0, *shares])
-    return by_depth
-
-
-def _reading(costs: CostModel, shape: StepShape, works: Sequence[SequenceWork]) -> Array:
-    """Seconds for what draft models read besides drafting, by tokens read."""
-    read = np.array([work.draft_catch_up for work in works], dtype=np.float64)
-    seconds = costs.draft_rows(shape.draft_rows)
-    if not shape.draft_passes and shape.draft_rows:
-        seconds += float(costs.first_passes(1)[1])
-    shares: Array = seconds * read / max(1.0, read.sum())
-    return shares
-
-
-def _stretched(charges: Array, seconds: float) -> list[float]:
-    """The same, summing to `seconds`."""
-    total = float(charges.sum())
-    stretched: list[float] = (charges * (seconds / total) if total > 0.0 else charges).tolist()
-    return stretched
+    seconds = [(later if number else first).item(count) for number, count in enumerate(shape.draft_passes)]
+    shares = [of_pass / count for of_pass, count in zip(seconds, shape.draft_passes, strict=True)]
+    return list(itertools.accumulate(shares, initial=0.0)), sum(seconds)

@@ -102,10 +102,11 @@ class Tenant:
     def is_live(self) -> bool:
         return self.num_running > 0 or len(self.queue) > 0
 
-    def charge(self, seconds: float) -> None:
-        """Book engine time."""
+    def charge(self, seconds: float, tokens: int = 0) -> None:
+        """Book engine time, and tokens that came of it."""
         self.charged_seconds += seconds
         self.service += seconds / self.policy.weight
+        self._bucket -= tokens
 
     def spend(self, tokens: int) -> None:
         """Take tokens out of the bucket, which may end below 0."""
