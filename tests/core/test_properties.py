@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,13 +19,31 @@ from core.workload import costs
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth import DepthPolicy, FixedDepth
-from paceline.core.params import Method
+from paceline.core.params import ANYBODY, Method, SchedulingParams
+from paceline.core.plan import StepTimes
 from paceline.core.request import Request
-from paceline.errors import ResourceExhausted, Unavailable
+from paceline.core.tenants import ONE_SHARE, TenantPolicy, Tenants
+from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from paceline.sim import reference_output
 
 MAX_MODEL_LEN = 30
 EOS = tuple(range(40))  # of 997 ids: about one token in 25 ends a completion
+
+POLICIES_OF = {
+    "heavy": TenantPolicy(weight=3.0, max_priority=2),
+    "few": TenantPolicy(max_running=1, max_queued=2),
+    "poor": TenantPolicy(tokens_per_second=2.0, burst_tokens=8.0),
+    "small": TenantPolicy(max_blocks=5),
+}
+SCHEDULING = st.builds(
+    SchedulingParams,
+    st.sampled_from(["", *POLICIES_OF]),
+    st.integers(-2, 4),
+    st.none() | st.integers(1, 40).map(float),
+    st.none() | st.integers(1, 20).map(float),
+    st.none() | st.integers(1, 20).map(float),
+    st.none() | st.floats(0.1, 3.0),
+)
 
 POLICIES: list[Callable[[], DepthPolicy]] = [
     lambda: AdaptiveDepth(costs()),
@@ -52,6 +71,8 @@ def small_config(
         max_num_batched_tokens=max_num_seqs + spare_rows,
         max_model_len=MAX_MODEL_LEN,
         max_queued=6,
+        min_run_seconds=3.0,
+        long_prefill_threshold=4 if hybrid else None,
         max_depth=6,
         method=method,
         max_draft_len=max_draft_len,
@@ -71,8 +92,13 @@ def try_add(
     stop_at: int | None,
     ignore_eos: bool,
     sibling: Request | None = None,
+    scheduling: SchedulingParams = ANYBODY,
 ) -> Request | None:
     """Add a request, to the prompt of `sibling` if there is one; None if it was refused, for a reason that holds."""
+    if sibling is not None:
+        scheduling = replace(scheduling, tenant=sibling.tenant)
+    if scheduling.deadline is not None:  # given from now on
+        scheduling = replace(scheduling, deadline=harness.now + scheduling.deadline)
     config = harness.config
     # Of few kinds, so that many find the prefix of another.
     prompt = prompt_of(prompt_len, salt=len(harness.requests) % 3) if sibling is None else sibling.prompt_token_ids
@@ -80,13 +106,40 @@ def try_add(
     max_depth = None if spread is None else min_depth + spread
     total = min(len(prompt) + (max_tokens or MAX_MODEL_LEN), MAX_MODEL_LEN)
     try:
-        return harness.add(prompt, max_tokens, method, min_depth, max_depth, stop_ids, ignore_eos, sibling=sibling)
-    except ResourceExhausted:
-        assert total > config.num_blocks * config.block_size
+        return harness.add(
+            prompt,
+            max_tokens,
+            method,
+            min_depth,
+            max_depth,
+            stop_ids,
+            ignore_eos,
+            sibling=sibling,
+            scheduling=scheduling,
+        )
+    except ResourceExhausted as error:
+        policy = POLICIES_OF.get(scheduling.tenant, ONE_SHARE)
+        blocks = min(config.num_blocks, policy.max_blocks or config.num_blocks)
+        if error.retry_after is None:
+            assert total > blocks * config.block_size
+        else:
+            assert len(harness.scheduler.tenants[scheduling.tenant].queue) >= (policy.max_queued or 0)
+    except DeadlineExceeded:
+        assert scheduling.deadline is not None or scheduling.time_to_first_token is not None
     except Unavailable:
         assert len(harness.scheduler.waiting) >= config.max_queued
     harness.check()
     return None
+
+
+def harness_of(
+    config: SchedulerConfig, policy: DepthPolicy, lag: int, right: Callable[[int, int], bool], max_ngram: int
+) -> Harness:
+    """With tenants, and steps that take a second."""
+    harness = Harness(config, policy, lag, right, max_ngram)
+    harness.scheduler.tenants = Tenants(POLICIES_OF)
+    harness.runner.times = lambda plan: StepTimes(total=1.0)  # type: ignore[method-assign]
+    return harness
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -121,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: int,
         max_ngram: int,
     ) -> None:
-        self.harness = Harness(config, policy(), lag, percent_right(percent, salt), max_ngram)
+        self.harness = harness_of(config, policy(), lag, percent_right(percent, salt), max_ngram)
 
     @rule(
         prompt_len=st.integers(1, 12),
@@ -131,6 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spread=st.none() | st.integers(0, 4),
         stop_at=st.none() | st.integers(0, 8),
         ignore_eos=st.booleans(),
+        scheduling=SCHEDULING,
     )
     def add(
         self,
@@ -141,8 +195,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         spread: int | None,
         stop_at: int | None,
         ignore_eos: bool,
+        scheduling: SchedulingParams,
     ) -> None:
-        try_add(self.harness, prompt_len, max_tokens, method, min_depth, spread, stop_at, ignore_eos)
+        try_add(
+            self.harness,
+            prompt_len,
+            max_tokens,
+            method,
+            min_depth,
+            spread,
+            stop_at,
+            ignore_eos,
+            scheduling=scheduling,
+        )
 
     @rule(n=st.integers(2, 4), prompt_len=st.integers(1, 12), max_tokens=st.none() | st.integers(1, 12))
     def add_group(self, n: int, prompt_len: int, max_tokens: int | None) -> None:
@@ -197,7 +262,7 @@ TestSchedulerMachine.settings = settings(
 
 def test_a_thousand_sequences() -> None:
     """1,000 seeded sequences of 50 to 80 operations: every invariant after each, every request ends exactly once."""
-    operations = preemptions = preempting = aborted = finished = drafted = sharing = sharing_again = found = 0
+    operations = preemptions = preempting = aborted = finished = drafted = sharing = sharing_again = found = refused = 0
     for seed in range(1000):
         harness, done = run_sequence(random.Random(seed))
         assert done >= 50
@@ -206,6 +271,7 @@ def test_a_thousand_sequences() -> None:
         preempting += harness.num_preemptions > 0
         aborted += len(harness.aborted)
         finished += len(harness.finished)
+        refused += len(harness.refused)
         drafted += sum(result.num_drafted for result in harness.results)
         for request in harness.requests.values():
             found += len(request.siblings) == 0 and request.num_cached_tokens > 0
@@ -220,6 +286,7 @@ def test_a_thousand_sequences() -> None:
     assert finished >= 5000, finished
     assert drafted >= 10_000, drafted
     assert found >= 1000, f"{found} requests found a prefix"
+    assert refused >= 500, f"{refused} requests came too late"
     assert sharing >= 1000, f"{sharing} requests shared blocks"
     assert sharing_again >= 50, f"{sharing_again} requests shared blocks after a preemption"
 
@@ -237,7 +304,7 @@ def run_sequence(rng: random.Random) -> tuple[Harness, int]:
         prefix_cache=rng.choice(list(PrefixScope)),
     )
     right = percent_right(rng.choice([0, 50, 80, 100]), salt=rng.randrange(1 << 16))
-    harness = Harness(config, rng.choice(POLICIES)(), rng.randint(0, 1), right, rng.choice([1, 99]))
+    harness = harness_of(config, rng.choice(POLICIES)(), rng.randint(0, 1), right, rng.choice([1, 99]))
     operations = rng.randint(50, 80)
     for _ in range(operations):
         match rng.choices(["step", "add", "sibling", "abort"], weights=[60, 22, 13, 5])[0]:
@@ -264,6 +331,13 @@ def run_sequence(rng: random.Random) -> tuple[Harness, int]:
                     spread=rng.choice([None, None, 0, 2]),
                     stop_at=rng.choice([None, rng.randint(0, 8)]),
                     ignore_eos=rng.random() < 0.3,
+                    scheduling=SchedulingParams(
+                        rng.choice(["", *POLICIES_OF]),
+                        rng.choice([0, 0, 1, 9, -3]),
+                        rng.choice([None, None, 5.0, 20.0, 60.0]),
+                        rng.choice([None, None, 10.0]),
+                        rng.choice([None, None, 8.0]),
+                    ),
                 )
             case "abort" if harness.live:
                 harness.abort(rng.choice(harness.live))
