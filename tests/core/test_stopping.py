@@ -73,7 +73,7 @@ def test_the_limit_that_was_reached_is_named(max_tokens: int | None, length: int
 
 def test_tokens_of_earlier_steps_count() -> None:
     subject = request(max_tokens=5)
-    subject.output_token_ids += [1, 2, 3]
+    subject.emit([1, 2, 3])
     assert cut_run(subject, (4,), ()) == ((4,), None)
     assert cut_run(subject, (4, 5, 6), ()) == ((4, 5), Finish(FinishReason.MAX_TOKENS))
 
@@ -120,7 +120,7 @@ def test_a_run_ends_where_its_tokens_one_by_one_would(
     for token in run:
         token_ids, finish = cut_run(subject, (token,), eos)
         emitted += token_ids
-        subject.output_token_ids += token_ids
+        subject.emit(token_ids)
         if finish is not None:
             break
     assert whole == (emitted, finish)

@@ -37,7 +37,7 @@ def feed(
     cuts = []
     for run in runs:
         cuts.append(checker.cut(request, run))
-        request.output_token_ids.extend(cuts[-1].token_ids)
+        request.emit(cuts[-1].token_ids)
         if cuts[-1].finish is not None:
             break
     return cuts
