@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from engine.toy import SPECIAL, ToyTokenizer
-from paceline.core.params import SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import SequenceParams, SpeculationParams, StopParams
 from paceline.core.plan import Finish, FinishReason
 from paceline.core.request import Request
 from paceline.demo import TARGET
@@ -25,7 +25,7 @@ PROMPT = (1, 2, 3)
 def make_request(stop: StopParams, model_len: int = 200) -> Request:
     max_tokens = model_len if stop.max_tokens is None else stop.max_tokens
     total = min(len(PROMPT) + max_tokens, model_len)
-    return Request(0, PROMPT, SamplingParams(), stop, SpeculationParams(), 0.0, methods=(), max_total_tokens=total)
+    return Request(0, PROMPT, SequenceParams(), stop, SpeculationParams(), 0.0, methods=(), max_total_tokens=total)
 
 
 def feed(
