@@ -39,19 +39,18 @@ def test_who_drafts_pays_for_drafts_and_everybody_for_the_rest() -> None:
     """10 s, half a second for each row and each pass: two rows that are no drafts, three slots, three passes."""
     told = bill([decode(0, 3, 1), decode(1)], (1, 1, 1), 10 + 0.5 * 5 + 3 * PASS)
     assert told.charges == pytest.approx([5.5 + 3 * 0.5 + 3 * PASS, 5.5])
-    assert told.spent == pytest.approx([3 * 0.5 + 3 * PASS, 0.0])
-    assert told.rejected == pytest.approx([2 * 0.5 + 2 * PASS, 0.0])
-    assert told.gained == pytest.approx([11 / 2, 0.0])
+    assert told.drafts[0] == pytest.approx((11 / 2, 3 * 0.5 + 3 * PASS, 2 * 0.5 + 2 * PASS))
+    assert told.drafts[1] == (0.0, 0.0, 0.0)
 
 
 def test_a_pass_is_shared_by_those_in_it() -> None:
     told = bill([decode(0, 2, 2), decode(1, 1, 0)], (2, 1), 10 + 0.5 * 5 + 2 * PASS)
-    assert told.spent == pytest.approx([2 * 0.5 + PASS / 2 + PASS, 0.5 + PASS / 2])
+    assert [price.spent for price in told.drafts] == pytest.approx([2 * 0.5 + PASS / 2 + PASS, 0.5 + PASS / 2])
 
 
 def test_ngrams_pay_for_no_pass() -> None:
     told = bill([decode(0, 2, 0, Method.NGRAM), decode(1, 2, 0)], (1, 1), 20.0)
-    assert told.spent == pytest.approx([1.0, 1.0 + 2 * PASS])
+    assert [price.spent for price in told.drafts] == pytest.approx([1.0, 1.0 + 2 * PASS])
 
 
 def test_a_prompt_pays_by_its_rows() -> None:
@@ -63,7 +62,7 @@ def test_a_prompt_pays_by_its_rows() -> None:
 def test_without_prices_rows_share_alike() -> None:
     told = bill([decode(0, 3, 3), decode(1)], (1, 1, 1), 10.0, priced=False)
     assert told.charges == pytest.approx([8.0, 2.0])
-    assert told.spent == told.rejected == told.gained == [0.0, 0.0]
+    assert told.drafts == [(0.0, 0.0, 0.0)] * 2
 
 
 def test_free_slots_cost_nothing() -> None:
@@ -74,4 +73,4 @@ def test_free_slots_cost_nothing() -> None:
     works, results = zip(*pairs, strict=True)
     told = write_bill(roofline(0.02, 8, 0.1), StepShape(6, 0, (), sequences=2), works, results, [0, 0], 0.02)
     assert told.charges == pytest.approx([0.01, 0.01])
-    assert told.rejected == [0.0, 0.0]
+    assert all(price.rejected == 0.0 for price in told.drafts)

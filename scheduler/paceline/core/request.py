@@ -40,6 +40,7 @@ class Request:
     Attributes:
         params: what the runner has to know about it.
         methods: how drafts may be made, by the request's own choice or the server's; none if not at all.
+        method: the first of them.
         scheduling: whose request it is, and when it is wanted.
         rank: its place among the waiting requests of its tenant, lowest first.
         admitted_at: when it last entered the batch.
@@ -82,9 +83,11 @@ class Request:
         self.speculation = speculation
         self.arrival = arrival
         self.methods = methods
+        self.method = methods[0] if methods else NO_METHOD
         self.is_example = not params.edits_logits
         self.limits = {method: speculation.max_depth or 0 for method in methods} if speculation.max_depth else {}
         self.scheduling = scheduling
+        self.tenant = scheduling.tenant
         self.max_total_tokens = max_total_tokens
 
         self.status = RequestStatus.WAITING
@@ -112,21 +115,12 @@ class Request:
         self.first_token: float | None = None
 
     @property
-    def tenant(self) -> str:
-        return self.scheduling.tenant
-
-    @property
     def counts(self) -> SpeculationCounts:
         """What speculation brought so far."""
         total = SpeculationCounts()
         for counts in self.counts_by_method.values():
             total.add(counts)
         return total
-
-    @property
-    def method(self) -> Method:
-        """The drafter that comes first."""
-        return self.methods[0] if self.methods else NO_METHOD
 
     @property
     def max_output_tokens(self) -> int:

@@ -283,17 +283,16 @@ class Scheduler:
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         self._num_outstanding -= 1
         self.rate.step(plan.work, result.sequences, result.times.total)
-        charges = self.speculation.observe(plan, result, self.requests)
+        live = [self.requests.get(work.request_id) for work in plan.work]
+        charges = self.speculation.observe(plan, result, live)
         outputs = []
-        for work, sequence, seconds in zip(plan.work, result.sequences, charges, strict=True):
+        for work, sequence, request, seconds in zip(plan.work, result.sequences, live, charges, strict=True):
             assert work.request_id == sequence.request_id, (work, sequence)
-            request = self.requests.get(work.request_id)
             if request is None:
                 self._charge_leaving(work.request_id, seconds, now)
                 continue
             request.charged_seconds += seconds
-            account = self.tenants[request.tenant]
-            account.charge(seconds, len(sequence.token_ids))
+            self.tenants[request.tenant].charge(seconds, len(sequence.token_ids))
             planned = request.pending.popleft()
             assert planned is work, (planned, work)
             output = self._commit(request, work, sequence, now)
@@ -323,13 +322,13 @@ class Scheduler:
         preempted = False
         order = list(self.running.values())
         for index, request in enumerate(order):
-            if request.status is not RUNNING or request.surely_ends:
+            if request.status is not RUNNING or (request.pending and request.surely_ends):
                 continue
-            # One row stays reserved for each request behind this one, so that a long prompt never stops their decodes.
             rows = wanted = request.num_to_compute
             if wanted > 1:
+                # One row stays reserved for each request behind this one: a long prompt never stops their decodes.
                 rows = self._prompt_rows(wanted, step, step.budget - (len(order) - index - 1))
-            end = request.most_tokens - wanted + rows
+            end = rows + (request.most_tokens - wanted if request.pending else request.num_computed_tokens)
             while (blocks := self.kv.grow(request.request_id, end)) is None:
                 victim = self._victim()
                 self._preempt(victim)
@@ -457,15 +456,18 @@ class Scheduler:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
         offered = {}
         for share in step.shares.values():
-            if share.samples and share.rows == 1 and (limits := self._limits(share.request)):
+            if share.rows == 1 and share.samples and (limits := self._limits(share.request)):
                 offered[share.request] = limits
         if not offered:
             return
         choices = self.speculation.choose(offered, self._load(step), self._slot_price)
         for request, chosen in zip(offered, choices, strict=True):
             share, depth = step.shares[request.request_id], chosen.depth
+            share.scores_ngram = NGRAM in request.methods and not (depth and chosen.method is NGRAM)
+            if not depth:
+                continue
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
-            gap = request.draft_gap if depth and chosen.method is DRAFT_MODEL else 0
+            gap = request.draft_gap if chosen.method is DRAFT_MODEL else 0
             behind = max(0, gap - 1)
             if behind > step.budget:
                 depth, behind = 0, step.budget
@@ -474,7 +476,8 @@ class Scheduler:
                 depth = self._grow_for_drafts(share, min(depth, step.budget - behind))
             step.budget -= depth + behind
             share.depth, share.catch_up = depth, gap
-            share.method = chosen.method if depth or gap else request.method
+            if depth or gap:
+                share.method = chosen.method
             share.scores_ngram = NGRAM in request.methods and not (depth and chosen.method is NGRAM)
 
     def _load(self, step: StepBuilder) -> StepLoad:
@@ -489,8 +492,9 @@ class Scheduler:
     def _grow_for_drafts(self, share: Share, depth: int) -> int:
         """Slots for drafts, allocated before drafting: the depth there is room for."""
         request_id, known = share.request.request_id, share.request.most_tokens
-        if known + depth > self.kv.capacity(request_id):
-            room = self.kv.capacity(request_id) + self._spare_blocks * self.config.block_size - known
+        capacity = self.kv.capacity(request_id)
+        if known + depth > capacity:
+            room = capacity + self._spare_blocks * self.config.block_size - known
             depth = max(0, min(depth, room))
             blocks = self.kv.grow(request_id, known + depth)
             assert blocks is not None

@@ -106,37 +106,33 @@ class SpeculationControl:
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
-    def observe(self, plan: StepPlan, result: StepResult, requests: Mapping[int, Request]) -> list[float]:
-        """Learn from a step's result, before it is committed to `requests`, the live ones.
+    def observe(self, plan: StepPlan, result: StepResult, requests: Sequence[Request | None]) -> list[float]:
+        """Learn from a step's result, before it is committed to `requests`.
+
+        Args:
+            requests: of each work of the plan; None if it has ended.
 
         Returns:
             What each work of the plan is charged, in seconds; they sum to the step's duration.
         """
         contexts = [
-            requests[work.request_id].num_computed_tokens + work.num_tokens if work.request_id in requests else 0
-            for work in plan.work
+            0 if request is None else request.num_computed_tokens + work.num_tokens
+            for work, request in zip(plan.work, requests, strict=True)
         ]
         shape = _shape(plan.work, result.sequences, sum(contexts))
         bill = write_bill(self.costs, shape, plan.work, result.sequences, contexts, result.times.total)
         drafts, emitted = [], 0
-        for index, (work, sequence) in enumerate(zip(plan.work, result.sequences, strict=True)):
-            request = requests.get(work.request_id)
+        for work, sequence, request, price in zip(plan.work, result.sequences, requests, bill.drafts, strict=True):
             # A run that computes a whole prompt besides is no verify step: it could not have drafted.
             if request is None or not work.samples or work.num_tokens > 1:
                 continue
             self._learn(request, work, sequence)
-            accepted = min(sequence.num_accepted, len(sequence.token_ids))
-            request.depth = sequence.num_drafted
-            request.counts_by_method[work.method if work.num_drafts else NO_METHOD].record(
-                len(sequence.token_ids),
-                sequence.num_drafted,
-                accepted,
-                bill.gained[index],
-                bill.spent[index],
-                bill.rejected[index],
-            )
-            drafts.append((work.request_id, sequence.num_drafted, sequence.num_accepted))
-            emitted += len(sequence.token_ids)
+            tokens, drafted, accepted = len(sequence.token_ids), sequence.num_drafted, sequence.num_accepted
+            request.depth = drafted
+            counts = request.counts_by_method[work.method if work.num_drafts else NO_METHOD]
+            counts.record(tokens, drafted, min(accepted, tokens), *price)
+            drafts.append((work.request_id, drafted, accepted))
+            emitted += tokens
         times = result.times
         if self.costs is not None:
             self.costs.observe(shape, times.draft, times.total)

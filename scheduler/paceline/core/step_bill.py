@@ -10,10 +10,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.cost_model import CostModel, StepShape
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.plan import SequenceResult, SequenceWork
+
+
+class DraftPrice(NamedTuple):
+    """Seconds, by the cost model.
+
+    Attributes:
+        gained: what the tokens that drafts brought would have taken without.
+        spent: what the drafts took.
+        rejected: of that, what those took that were not kept.
+    """
+
+    gained: float = 0.0
+    spent: float = 0.0
+    rejected: float = 0.0
+
+
+FREE = DraftPrice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +40,11 @@ class StepBill:
 
     Attributes:
         charges: what each pays; they sum to the step's duration.
-        gained: what the tokens that its drafts brought would have taken without, by the cost model.
-        spent: what its drafts took, by the cost model.
-        rejected: of that, what those took that were not kept.
+        drafts: what those of each did, by the cost model.
     """
 
     charges: list[float]
-    gained: list[float]
-    spent: list[float]
-    rejected: list[float]
+    drafts: list[DraftPrice]
 
 
 def write_bill(
@@ -50,8 +64,7 @@ def write_bill(
     """
     if costs is None:
         charges = [seconds * (w.num_tokens + r.num_drafted) / shape.rows for w, r in zip(works, results, strict=True)]
-        nothing = [0.0] * len(works)
-        return StepBill(charges, nothing, nothing, nothing)
+        return StepBill(charges, [FREE] * len(works))
     slots = sum([result.num_drafted for result in results])
     plain = costs.target(shape.rows - slots, 0, shape.sequences)
     without = costs.target(shape.rows - slots, shape.context, shape.sequences)
@@ -66,24 +79,21 @@ def write_bill(
     per_context = stretch * (without - plain) / max(1, shape.context)
     per_read = stretch * reading / max(1, sum([work.draft_catch_up for work in works]))
     per_token = without / max(1, sum([work.samples for work in works]))
-    bill = StepBill([], [], [], [])
+    bill = StepBill([], [])
     # One loop over plain numbers: there is an entry for every request at every step.
     for work, result, context in zip(works, results, contexts, strict=True):
         charge = per_row * work.num_tokens + per_context * context + per_read * work.draft_catch_up
-        gained = spent = rejected = 0.0
-        planned = work.num_drafts
+        price, planned = FREE, work.num_drafts
         if planned:
             kept = min(result.num_accepted, len(result.token_ids))
             spent, rejected = slot * result.num_drafted, slot * (result.num_drafted - kept)
             if work.method is DRAFT_MODEL:
                 spent += passes[planned]
                 rejected += passes[planned] - passes[min(kept, planned)]
-            gained = per_token * (len(result.token_ids) - 1)
+            price = DraftPrice(per_token * (len(result.token_ids) - 1), spent, rejected)
             charge += stretch * spent
         bill.charges.append(charge)
-        bill.gained.append(gained)
-        bill.spent.append(spent)
-        bill.rejected.append(rejected)
+        bill.drafts.append(price)
     return bill
 
 
