@@ -217,9 +217,9 @@ class TestRefused:
     def test_a_full_queue(self) -> None:
         engine = make_engine(max_queued=2)
         engine.add(make_request())
-        assert engine.has_room_for(1)
+        assert engine.has_room_for(make_request())
         engine.add(make_request())
-        assert not engine.has_room_for(1)
+        assert not engine.has_room_for(make_request())
         with pytest.raises(Unavailable):
             engine.add(make_request())
         assert len(run(engine)) == 2
@@ -258,12 +258,12 @@ class TestSeveralCompletions:
     def test_all_are_queued_or_none(self) -> None:
         engine = make_engine(max_queued=4)
         engine.add(self.request(2))
-        with pytest.raises(Unavailable, match="2 completions are waiting, and max_queued does not allow 3 more"):
+        with pytest.raises(Unavailable, match="2 requests are waiting, and max_queued is 4"):
             engine.add(self.request(3))
         assert len(engine.scheduler.waiting) == 2
         engine.check_invariants()
-        assert engine.has_room_for(2)
-        assert not engine.has_room_for(3)
+        assert engine.has_room_for(self.request(2))
+        assert not engine.has_room_for(self.request(3))
         engine.add(self.request(2))
         assert len(run(engine)) == 4
 
@@ -326,12 +326,12 @@ def with_logprobs(runner: ScriptedRunner, work: SequenceWork, result: SequenceRe
     known = len(sequence) - len(result.token_ids)
     if sequence.params.logprobs.completion is not None:
         emitted = tuple(logprob_of(token, position) for position, token in enumerate(result.token_ids, known))
-        result = replace(result, logprobs=emitted)
+        result = result._replace(logprobs=emitted)
     if sequence.params.logprobs.prompt is not None:
         start = (known if work.samples else sequence.num_computed) - work.num_tokens + 1
         tokens = sequence.prompt[start : start + work.num_tokens]
         told = tuple(logprob_of(token, position) for position, token in enumerate(tokens, start))
-        result = replace(result, prompt_start=start, prompt_logprobs=told)
+        result = result._replace(prompt_start=start, prompt_logprobs=told)
     return result
 
 
@@ -345,8 +345,8 @@ def with_finish_at(
         if not work.samples or len(result.token_ids) < left:
             return result
         if "failure" in ending:
-            return replace(result, token_ids=result.token_ids[:left], failure=ending["failure"])  # type: ignore[arg-type]
-        return replace(result, grammar_end=left)
+            return result._replace(token_ids=result.token_ids[:left], failure=ending["failure"])  # type: ignore[arg-type]
+        return result._replace(grammar_end=left)
 
     return edit
 

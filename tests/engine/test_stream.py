@@ -14,7 +14,7 @@ from paceline.engine import Delta, Stream
 from paceline.errors import Cancelled, EngineDead
 
 FINISH = Finish(FinishReason.MAX_TOKENS)
-STATS = RequestStats(3, 0, 5, Method.NONE, 4, 0, 0, 0, (), (4,), 0.0, 0.0, 1.0, 0, 0.0, 0.0, 0.0)
+STATS = RequestStats(3, 0, 5, Method.NONE, 4, 0, 0, 0, (), (4,), 0.0, 0.0, 0.0, 1.0, 0, 0.0, 0.0, 0.0)
 
 
 def make_stream(num_choices: int = 1) -> tuple[Stream, list[int]]:

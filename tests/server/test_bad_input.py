@@ -6,6 +6,7 @@ import math
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from paceline.server.convert import UNSUPPORTED
 from paceline.sim import reference_output
@@ -132,6 +133,25 @@ INVALID_FIELDS = [
     (request(n=65), "n", ("65", "1..64")),
     (request(structured=pb.StructuredOutput(regex="")), "structured.regex", ("''", "at least one character")),
     (request(structured=pb.StructuredOutput(choice=pb.Choices())), "structured.choice", ("[]", "at least one text")),
+    (request(scheduling=pb.SchedulingParams(tenant="two words")), "scheduling.tenant", ("'two words'", "1 to 128")),
+    (request(scheduling=pb.SchedulingParams(priority=1001)), "scheduling.priority", ("1001:", "-1000..1000")),
+    (request(scheduling=pb.SchedulingParams(priority=-1001)), "scheduling.priority", ("-1001:", "-1000..1000")),
+    (request(scheduling=pb.SchedulingParams(queue_timeout={})), "scheduling.queue_timeout", ("0.0:", "> 0")),
+    (
+        request(scheduling=pb.SchedulingParams(queue_timeout=Duration(seconds=-3))),
+        "scheduling.queue_timeout",
+        ("-3.0:", "> 0"),
+    ),
+    (
+        request(scheduling=pb.SchedulingParams(time_to_first_token=Duration(nanos=-500_000_000))),
+        "scheduling.time_to_first_token",
+        ("-0.5:", "> 0"),
+    ),
+    (
+        request(scheduling=pb.SchedulingParams(time_per_output_token={})),
+        "scheduling.time_per_output_token",
+        ("0.0:", "> 0"),
+    ),
     (request(request_id="two words"), "request_id", ("'two words'", "1 to 128 printable ASCII")),
     (request(request_id="x" * 129), "request_id", ("xxx...", "1 to 128 printable ASCII")),
     (request(request_id="né"), "request_id", ("'né'", "1 to 128 printable ASCII")),
@@ -234,9 +254,9 @@ async def test_full_queue_is_worth_a_retry() -> None:
         await served.until(lambda: len(served.scheduler.waiting) == 1)
         error = await failure(served.stub.Generate(request("too many")))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert ("grpc-retry-pushback-ms", "500") in list(error.trailing_metadata() or ())
+        assert ("grpc-retry-pushback-ms", "100") in list(error.trailing_metadata() or ())
         delay = details_of(error)["RetryInfo"].retry_delay  # type: ignore[attr-defined]
-        assert delay.ToMilliseconds() == 500
+        assert delay.ToMilliseconds() == 100, "nobody has ended yet"
         served.runner.open()
         for call in (running, waiting):
             assert [response async for response in call]

@@ -164,6 +164,20 @@ def test_off(pair: tuple[str, str], settings: dict[str, object]) -> None:
         serve(engine, speculation=SpeculationParams(Method.NGRAM))
 
 
+def test_a_limit_that_no_request_could_satisfy(pair: tuple[str, str]) -> None:
+    tenants = {"a": TenantPolicy(max_blocks=1)}
+    with pytest.raises(InvalidArgument, match="max_blocks of tenant 'a' = 1: must be at least 2, for the shortest"):
+        engine_of(pair, block_size=1, tenants=tenants)
+    assert serve(engine_of(pair, block_size=32, tenants=tenants), "a").completion_tokens == 29
+
+
+def test_the_warm_up_leaves_no_estimates(pair: tuple[str, str]) -> None:
+    """Its first steps take long, and nobody is to be refused for that."""
+    scheduler = engine_of(pair).scheduler
+    assert scheduler.deadlines.rate is scheduler.rate
+    assert (scheduler.rate.prompt_seconds, scheduler.rate.token_seconds, scheduler.rate.completion_tokens) == (0, 0, 0)
+
+
 def test_tenants_have_their_own(pair: tuple[str, str]) -> None:
     """Even the tenant that nobody names, in whose place the engine warms up."""
     tenants = {

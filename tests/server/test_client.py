@@ -332,6 +332,11 @@ def test_options() -> None:
         logprobs_mode="processed",
         verification="block",
         json_schema={"type": "integer"},
+        tenant="t",
+        priority=-3,
+        queue_timeout=1,
+        time_to_first_token=0.25,
+        time_per_output_token=1e-9,
     )
     assert request == text_format.Parse(
         """
@@ -347,6 +352,10 @@ def test_options() -> None:
         }
         output {content: OUTPUT_CONTENT_TEXT logprobs: 0 logprobs_mode: LOGPROBS_MODE_PROCESSED}
         structured {json_schema: '{"type": "integer"}'}
+        scheduling {
+            tenant: "t" priority: -3 queue_timeout {seconds: 1} time_to_first_token {nanos: 250000000}
+            time_per_output_token {nanos: 1}
+        }
         """,
         pb.GenerateRequest(),
     )
@@ -374,6 +383,14 @@ def test_options() -> None:
         ("x", {"stop": ["a", 1]}, r"stop.strings = \['a', 1\]: must be a sequence, each text"),
         ("x", {"speculation": "fast"}, "speculation.mode = 'fast': must be one of auto, off, ngram, draft_model"),
         ("x", {"content": "html"}, "output.content = 'html': must be one of text, token_ids, text_and_token_ids"),
+        ("x", {"priority": 2**31}, r"scheduling.priority = 2147483648: must be an integer in -2\^31"),
+        ("x", {"priority": "high"}, "scheduling.priority = 'high': must be an integer"),
+        ("x", {"queue_timeout": 0}, r"scheduling.queue_timeout = 0: must be seconds in \(0, 1e\+09\]"),
+        ("x", {"queue_timeout": "1"}, "scheduling.queue_timeout = '1': must be seconds"),
+        ("x", {"time_to_first_token": -0.5}, "scheduling.time_to_first_token = -0.5: must be seconds"),
+        ("x", {"time_to_first_token": float("nan")}, "scheduling.time_to_first_token = nan: must be seconds"),
+        ("x", {"time_per_output_token": float("inf")}, "scheduling.time_per_output_token = inf: must be seconds"),
+        ("x", {"time_per_output_token": True}, "scheduling.time_per_output_token = True: must be seconds"),
         ("\ud800", {}, "prompt_text = .* must be text that UTF-8 can hold"),
         ([1, -2], {}, r"prompt_tokens.ids = \[1, -2\]: must be a sequence"),
         (b"x", {}, "prompt = b'x': must be text, token ids or chat messages"),

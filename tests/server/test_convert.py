@@ -58,6 +58,7 @@ EXAMPLES: Mapping[int, object] = {
     FieldDescriptor.TYPE_UINT32: 3,
     FieldDescriptor.TYPE_UINT64: 3,
     FieldDescriptor.TYPE_INT32: 3,
+    FieldDescriptor.TYPE_INT64: 3,
     FieldDescriptor.TYPE_FLOAT: 0.5,
     FieldDescriptor.TYPE_BOOL: True,
     FieldDescriptor.TYPE_STRING: "x",

@@ -53,9 +53,12 @@ class Prefixes:
         """Let others find the blocks that are full and computed."""
         if not self.is_on:
             return
+        size = self.block_size
+        full = request.num_computed_tokens // size
+        drafted = min(full, request.num_draft_computed // size)
+        if full == request.num_known_blocks and drafted == request.num_drafted_blocks:
+            return
         cache, table_id = self.kv.cache, request.request_id
-        full = request.num_computed_tokens // self.block_size
-        drafted = min(full, request.num_draft_computed // self.block_size)
         if full > request.num_known_blocks:
             keys = self._keys(request, full)
             for index in range(request.num_known_blocks, full):

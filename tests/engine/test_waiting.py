@@ -1,0 +1,365 @@
+"""Where live requests cannot run yet, or never in time: the step loop waits, wakes, and tells those it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from engine.toy import GatedRunner, decode, expected, make_engine, make_request, num_free
+from paceline.core.params import SchedulingParams
+from paceline.core.plan import StepPlan
+from paceline.core.tenants import ONE_SHARE, TenantPolicy
+from paceline.engine import AsyncEngine, Delta, Engine, GenerationRequest, Stream
+from paceline.errors import Cancelled, DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from paceline.llm import LLM
+from paceline.sim import VirtualClock
+
+lags = pytest.mark.parametrize("lag", [0, 1])
+PATIENCE = 60.0  # seconds after which a test that waits has failed
+FEW = 20  # looks that find nothing to plan; a loop that spins makes thousands
+
+
+def of(
+    tenant: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 20, **scheduling: float
+) -> GenerationRequest:
+    params = SchedulingParams(tenant, **scheduling)  # type: ignore[arg-type]
+    return replace(make_request(prompt, max_tokens), scheduling=params)
+
+
+def metered(tokens_per_second: float) -> Engine:
+    """Tenant a's bucket holds one token and has this rate."""
+    engine = make_engine()
+    policy = TenantPolicy(tokens_per_second=tokens_per_second, burst_tokens=1.0)
+    engine.scheduler.tenants.set_policies({"a": policy}, ONE_SHARE)
+    return engine
+
+
+def clock_of(engine: Engine) -> VirtualClock:
+    assert isinstance(engine.clock, VirtualClock)
+    return engine.clock
+
+
+def plans_of(engine: Engine) -> list[StepPlan | None]:
+    """Every attempt to plan a step from now on."""
+    plans: list[StepPlan | None] = []
+    plan = engine.plan
+
+    def kept() -> StepPlan | None:
+        plans.append(plan())
+        return plans[-1]
+
+    engine.plan = kept  # type: ignore[method-assign]
+    return plans
+
+
+@asynccontextmanager
+async def running(engine: Engine, lag: int = 0) -> AsyncIterator[AsyncEngine]:
+    served = AsyncEngine(engine, lag=lag)
+    served.start()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            yield served
+    finally:
+        await served.stop()
+
+
+async def read(stream: Stream) -> tuple[tuple[int, ...], str]:
+    deltas: list[Delta] = [delta async for delta in stream]
+    return tuple(token for delta in deltas for token in delta.token_ids), "".join(delta.text for delta in deltas)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+# -- step by step -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0.0, 1e9])
+def test_a_step_waits_for_tokens(start: float) -> None:
+    """However coarse the clock is, as one is that has run for long."""
+    engine = metered(30.0)
+    clock = engine.clock = VirtualClock(start)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        clock.advance(seconds)
+
+    engine.wait = wait
+    tokens: dict[int, list[int]] = {engine.add(of("a")): [], engine.add(of("a", (4, 5), 7)): []}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+        engine.check_invariants()
+        assert len(waits) < FEW
+    assert list(map(tuple, tokens.values())) == [expected((1, 2, 3), 20)[0], expected((4, 5), 7)[0]]
+    assert sum(waits) == pytest.approx((3 + 20 - 1) / 30.0, abs=0.01)
+
+
+def test_a_step_does_not_wait_while_somebody_is_refused() -> None:
+    engine = metered(1e-3)
+    engine.wait = lambda seconds: pytest.fail("it waited")
+    engine.scheduler.tenants.get("a", engine.clock()).spend(10)
+    refused = engine.add(of("a", queue_timeout=1.0))
+    kept = engine.add(of("a"))
+    clock_of(engine).advance(1.0)
+    assert engine.step() == []
+    engine.check_invariants()
+    [(request_id, error)] = engine.take_refused()
+    assert (request_id, str(error)) == (refused, "too late: the time is over")
+    assert engine.take_refused() == []
+    assert engine.scheduler.requests.keys() == {kept}
+    engine.check_invariants()
+
+
+def test_completions_are_added_together_however_fast_time_goes() -> None:
+    """The estimate that refuses one refuses all of them."""
+    engine = make_engine()
+    engine.scheduler.rate.token_seconds, engine.scheduler.rate.completion_tokens = 1.0, 20.0
+    for late in range(-3, 4):
+        clock = VirtualClock(100.0)
+
+        def ticking(clock: VirtualClock = clock) -> float:
+            clock.advance(1.0)
+            return clock()
+
+        engine.clock = ticking
+        try:
+            engine.add(replace(of("a", deadline=122.0 + late), n=3))
+        except DeadlineExceeded:
+            assert not engine.has_work
+        else:
+            assert len(engine.scheduler.requests) == 3
+        engine.check_invariants()
+        for request_id in list(engine.scheduler.requests):
+            engine.abort(request_id)
+
+
+def test_what_is_refused_when_added() -> None:
+    engine = make_engine()
+    engine.scheduler.tenants.set_policies({"a": TenantPolicy(max_queued=2)}, None)
+    clock_of(engine).advance(10.0)
+    with pytest.raises(InvalidArgument, match=r"scheduling\.tenant = 'b'"):
+        engine.add(of("b"))
+    with pytest.raises(InvalidArgument, match=r"scheduling\.deadline = '1\.000 s ago'"):
+        engine.add(of("a", deadline=9.0))
+    with pytest.raises(InvalidArgument, match="n = 3: must be at most 2"):
+        engine.add(replace(of("a"), n=3))
+    assert engine.has_room_for(replace(of("a"), n=2))
+    engine.add(of("a"))
+    assert not engine.has_room_for(replace(of("a"), n=2))
+    with pytest.raises(ResourceExhausted, match="1 requests of tenant 'a' are waiting, and its max_queued is 2"):
+        engine.add(replace(of("a"), n=2))
+    engine.check_invariants()
+
+
+def test_outputs_say_what_was_cached() -> None:
+    engine = make_engine()
+    prompt = tuple(range(3, 14))
+    for cached in (0, 8):
+        engine.add(of("a", prompt, 6))
+        while engine.has_work:
+            assert {output.cached_prompt_tokens for output in engine.step()} <= {cached}
+
+
+def test_offline_generation_waits_and_is_refused() -> None:
+    engine = metered(30.0)
+    engine.wait = clock_of(engine).advance
+    llm = LLM.from_engine(engine)
+    texts = [completion.text for completion in llm.complete([of("a"), of("a", (4, 5), 7)])]
+    assert texts == [decode(expected((1, 2, 3), 20)[0]), decode(expected((4, 5), 7)[0])]
+    with pytest.raises(DeadlineExceeded, match="the time is over"):
+        llm.complete([of("b"), of("a", queue_timeout=0.1)])
+    assert not engine.has_work
+    engine.check_invariants()
+
+
+# -- in the loop ------------------------------------------------------------------------------------------------------
+
+
+@lags
+async def test_tokens_come_with_time(lag: int) -> None:
+    engine = metered(400.0)
+    engine.clock = time.monotonic
+    plans = plans_of(engine)
+    async with running(engine, lag) as served:
+        streams = [await served.submit(of("a")) for _ in range(3)]
+        assert await asyncio.gather(*map(read, streams)) == [expected((1, 2, 3), 20)] * 3
+    assert plans.count(None) < FEW + 3 * 20 * lag  # with a plan ahead, the last step of each leaves nothing to plan
+    assert num_free(engine) == 64
+
+
+@lags
+async def test_who_comes_meanwhile_is_served(lag: int) -> None:
+    engine = metered(1e-3)
+    plans = plans_of(engine)
+    async with running(engine, lag) as served:
+        await read(await served.submit(of("a")))
+        waiting = await served.submit(of("a"))
+        for _ in range(5):
+            before = len(plans)
+            await until(lambda before=before: None in plans[before:] or len(plans) == before)  # type: ignore[misc]
+            assert await read(await served.submit(of("b"))) == expected((1, 2, 3), 20)
+        assert list(engine.scheduler.requests) == [waiting.request_id]
+        await waiting.aclose()
+
+
+@lags
+async def test_who_comes_at_the_moment_it_falls_asleep_is_served(lag: int) -> None:
+    engine = metered(1e-3)
+    plan = engine.plan
+    reading: list[asyncio.Task[object]] = []
+
+    async def submit_and_read() -> object:
+        return await read(await served.submit(of("b")))
+
+    def comes_late() -> StepPlan | None:
+        made = plan()
+        if made is None and len(reading) < 5 and engine.has_work:
+            reading.append(asyncio.create_task(submit_and_read()))
+        return made
+
+    async with running(engine, lag) as served:
+        engine.scheduler.tenants.get("a", engine.clock()).spend(10)
+        engine.plan = comes_late  # type: ignore[method-assign]
+        stream = await served.submit(of("a"))
+        await until(lambda: len(reading) == 5)
+        assert await asyncio.gather(*reading) == [expected((1, 2, 3), 20)] * 5
+        await stream.aclose()
+
+
+async def test_many_who_have_to_wait_cost_a_look_each() -> None:
+    engine = metered(1e-3)
+    plans = plans_of(engine)
+    async with running(engine) as served:
+        engine.scheduler.tenants.get("a", engine.clock()).spend(10)
+        streams = []
+        for _ in range(50):
+            streams.append(await served.submit(of("a")))
+            for _ in range(20):
+                await asyncio.sleep(0)
+        assert 1 <= len(plans) <= 50 + FEW
+        for stream in streams:
+            await stream.aclose()
+
+
+@lags
+async def test_a_deadline_wakes_it(lag: int) -> None:
+    engine = metered(1e-3)
+    engine.clock = time.monotonic
+    plans = plans_of(engine)
+    async with running(engine, lag) as served:
+        await read(await served.submit(of("a")))
+        patient = await served.submit(of("a"))
+        for scheduling in ({"queue_timeout": 0.02}, {"time_to_first_token": 0.02}, {"deadline": engine.clock() + 0.2}):
+            stream = await served.submit(of("a", **scheduling))
+            with pytest.raises(DeadlineExceeded, match="too late"):
+                await read(stream)
+        assert served.num_live == 1
+        await patient.aclose()
+    assert plans.count(None) < FEW + 20 * lag
+
+
+@lags
+async def test_a_deadline_ends_what_runs_and_nobody_else(lag: int) -> None:
+    engine = make_engine()
+    gated = engine.runner = GatedRunner(engine.runner)
+    async with running(engine, lag) as served:
+        late = await served.submit(replace(of("a", max_tokens=100, deadline=50.0), n=2))
+        kept = await served.submit(of("a", deadline=100.0))
+        gated.gate.release(4)
+        await until(lambda: gated.started == 5)
+        clock_of(engine).advance(50.0)
+        gated.gate.release(1000)
+        with pytest.raises(DeadlineExceeded, match="the time is over"):
+            await read(late)
+        assert await read(kept) == expected((1, 2, 3), 20)
+    assert num_free(engine) == 64
+    engine.check_invariants()
+
+
+async def test_what_took_too_long_to_prepare() -> None:
+    engine = make_engine(num_blocks=4000, max_model_len=15000)
+    encode = engine.tokenizer.encode
+
+    def slow(text: str) -> list[int]:
+        clock_of(engine).advance(10.0)
+        return encode(text)
+
+    engine.tokenizer.encode = slow  # type: ignore[method-assign]
+    async with running(engine) as served:
+        for text in ("short", "long" * 2000):
+            request = replace(make_request(text), scheduling=SchedulingParams(deadline=engine.clock() + 5.0))
+            with pytest.raises(DeadlineExceeded, match="before the request was queued"):
+                await served.submit(request)
+        assert not engine.has_work
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def asleep(lag: int) -> AsyncIterator[tuple[AsyncEngine, Stream]]:
+    """An engine whose one request waits for tokens, for years."""
+    engine = metered(1e-9)
+    engine.scheduler.tenants.get("a", engine.clock()).spend(10)
+    plans = plans_of(engine)
+    async with running(engine, lag) as served:
+        stream = await served.submit(of("a"))
+        await until(lambda: None in plans)
+        yield served, stream
+    assert num_free(engine) == 64
+    engine.check_invariants()
+
+
+@lags
+async def test_stopping(lag: int) -> None:
+    async with asleep(lag) as (served, stream):
+        await served.stop()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await read(stream)
+
+
+@lags
+async def test_stopping_before_it_has_looked(lag: int) -> None:
+    engine = metered(1e-9)
+    async with running(engine, lag) as served:
+        stream = await served.submit(of("a"))
+        await served.stop()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await read(stream)
+
+
+@lags
+async def test_draining_ends_with_the_grace(lag: int) -> None:
+    async with asleep(lag) as (served, stream):
+        await served.drain(0.0)
+        with pytest.raises(Unavailable, match="shutting down"):
+            await read(stream)
+        assert served.healthy
+
+
+@lags
+async def test_draining_waits_for_tokens(lag: int) -> None:
+    engine = metered(400.0)
+    engine.clock = time.monotonic
+    async with running(engine, lag) as served:
+        readers = asyncio.gather(*[read(await served.submit(of("a"))) for _ in range(2)])
+        await served.drain(PATIENCE)
+        assert await readers == [expected((1, 2, 3), 20)] * 2
+
+
+@lags
+async def test_who_waits_may_leave(lag: int) -> None:
+    async with asleep(lag) as (served, stream):
+        assert served.abort(stream.request_id)
+        with pytest.raises(Cancelled):
+            await read(stream)
+        assert await read(await served.submit(of("b"))) == expected((1, 2, 3), 20)
