@@ -20,7 +20,7 @@ import typer
 
 from paceline import __version__
 from paceline.bench import app as bench_app
-from paceline.errors import EngineDead, PacelineError
+from paceline.errors import EngineDead, InvalidArgument, PacelineError
 
 if TYPE_CHECKING:
     from paceline.wiring import EngineSettings
@@ -287,13 +287,18 @@ def sim(
     json_out: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw requests, depth and memory over time.")] = None,
 ) -> None:
-    """Simulate the scheduler under load: no model, no waiting. docs/scheduling.md describes the file."""
-    from paceline.config_file import read_file, replaced
+    """Simulate the scheduler under load: no model, no waiting. docs/simulating.md describes the file."""
+    from paceline.config_file import replaced
     from paceline.sim import report
-    from paceline.sim.spec import SimulationFile
+    from paceline.sim.spec import SimulationFile, read_simulation
     from paceline.sim.study import run_study
 
-    wanted = SimulationFile() if file is None else read_file(file, SimulationFile)
+    for name, path in (("json", json_out), ("plot", plot)):
+        if path is not None and not path.parent.is_dir():
+            raise InvalidArgument(name, str(path), "in a directory that there is")
+    if plot is not None:
+        report.require_plots(plot)
+    wanted = SimulationFile() if file is None else read_simulation(file)
     wanted = replaced(wanted, policy=policy, requests=requests, seed=seed)
     with _progress("simulating") as advance:
         study = run_study(wanted, advance)
@@ -301,7 +306,7 @@ def sim(
     report.render(study, title)
     if json_out is not None:
         figures = {"settings": wanted.model_dump(mode="json"), **study.summary()}
-        json_out.write_text(json.dumps(figures, indent=2) + "\n")
+        json_out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
         report.plot(study, title, plot)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from paceline.core.params import Method, SpeculationBounds
 from paceline.core.tenants import TenantPolicy
 from paceline.errors import InvalidArgument
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+# Strict: "3" is no number, and true is none either.
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Natural = Annotated[int, Field(ge=0, strict=True)]
 
 
 class Table(BaseModel):
@@ -26,8 +29,16 @@ class SpeculationTable(Table):
     """`SpeculationBounds`."""
 
     methods: frozenset[Method] = frozenset(Method)
-    min_depth: Annotated[int, Field(ge=0)] = 0
-    max_depth: Annotated[int, Field(ge=0)] | None = None
+    min_depth: Natural = 0
+    max_depth: Natural | None = None
+
+    @field_validator("max_depth")
+    @classmethod
+    def _check_max_depth(cls, value: int | None, info: ValidationInfo) -> int | None:
+        lowest = info.data.get("min_depth", 0)
+        if value is not None and value < lowest:
+            raise PydanticCustomError("depths", "must be at least min_depth ({lowest})", {"lowest": lowest})
+        return value
 
 
 class TenantTable(Table):
@@ -39,12 +50,19 @@ class TenantTable(Table):
     max_blocks: Count | None = None
     tokens_per_second: Positive | None = None
     burst_tokens: Positive | None = None
-    max_priority: Annotated[int, Field(ge=0)] = 0
+    max_priority: Natural = 0
     speculation: SpeculationTable = SpeculationTable()
 
+    @field_validator("burst_tokens")
+    @classmethod
+    def _check_burst_tokens(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("tokens_per_second", ...) is None:  # absent where it is wrong itself
+            raise PydanticCustomError("burst", "must be set together with tokens_per_second")
+        return value
+
     def policy(self) -> TenantPolicy:
-        """Raises InvalidArgument: values that do not go together."""
-        given = {name: getattr(self, name) for name in type(self).model_fields if name != "speculation"}
+        """The table's values."""
+        given = {name: getattr(self, name) for name in TenantTable.model_fields if name != "speculation"}
         bounds = self.speculation
         return TenantPolicy(**given, speculation=SpeculationBounds(bounds.methods, bounds.min_depth, bounds.max_depth))
 
@@ -52,7 +70,7 @@ class TenantTable(Table):
 class TenantsFile(Table):
     """`default` is what tenants have that are not named; `unknown = "refuse"` serves none of them."""
 
-    unknown: Annotated[str, Field(pattern="^(serve|refuse)$")] = "serve"
+    unknown: Literal["serve", "refuse"] = "serve"
     default: TenantTable = TenantTable()
     tenants: dict[Annotated[str, Field(pattern=r"^[!-~]{1,128}$")], TenantTable] = {}
 
@@ -93,21 +111,8 @@ def replaced(table: AnyTable, **changes: object) -> AnyTable:
 def read_tenants(path: Path) -> tuple[dict[str, TenantPolicy], TenantPolicy | None]:
     """Policies by tenant, and what all others are granted, None if nothing. Raises InvalidArgument as `read_file`."""
     file = read_file(path, TenantsFile)
-    policies, mistakes = {}, []
-    default: TenantPolicy | None = None
-    for name, table in {"": file.default, **file.tenants}.items():
-        try:
-            policy = table.policy()
-        except InvalidArgument as error:
-            mistakes.append(f"{f'tenants.{name}' if name else 'default'}: {error}")
-            continue
-        if name:
-            policies[name] = policy
-        else:
-            default = policy
-    if mistakes:
-        raise BadFile(path, mistakes)
-    return policies, None if file.unknown == "refuse" else default
+    policies = {name: table.policy() for name, table in file.tenants.items()}
+    return policies, None if file.unknown == "refuse" else file.default.policy()
 
 
 class BadFile(InvalidArgument):

@@ -53,7 +53,7 @@ class FailedPrecondition(PacelineError):
     """Known, but not enabled or not supported by this server."""
 
 
-class _ComeAgain(PacelineError):
+class _ComeAgain(Exception):
     """Args:
     retry_after: seconds after which a retry may succeed, if that can be told.
     """
@@ -63,11 +63,11 @@ class _ComeAgain(PacelineError):
         self.retry_after = retry_after
 
 
-class ResourceExhausted(_ComeAgain):
+class ResourceExhausted(_ComeAgain, PacelineError):
     """It can never fit, or a quota is used up; in the second case it tells when to come again."""
 
 
-class Unavailable(_ComeAgain):
+class Unavailable(_ComeAgain, PacelineError):
     """Not now: draining, full or still loading. Worth a retry."""
 
 

@@ -141,6 +141,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         max_queued=settings.max_queued,
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )
+    _check_tenants(settings, scheduler_config)
 
     def load(path: Path, quantization: str) -> Model:
         return load_native(path, dtype, int8=quantization == "int8") if native else load_model(path, dtype, device)
@@ -183,6 +184,15 @@ def build_engine(settings: EngineSettings) -> Engine:
     # After the warm-up, whose requests are no tenant's.
     engine.scheduler.tenants = Tenants(settings.tenants, settings.default_tenant)
     return engine
+
+
+def _check_tenants(settings: EngineSettings, config: SchedulerConfig) -> None:
+    """Of what no request could satisfy, what depends on other settings."""
+    least = config.blocks_for(2)  # a token of a prompt and one of a completion
+    for name, policy in {"default": settings.default_tenant, **settings.tenants}.items():
+        if policy is not None and policy.max_blocks is not None and policy.max_blocks < least:
+            allowed = f"at least {least}, for the shortest request in blocks of {config.block_size}"
+            raise InvalidArgument(f"max_blocks of tenant {name!r}", policy.max_blocks, allowed)
 
 
 def _costs(key: str, runner: ModelRunner, config: SchedulerConfig) -> CostModel:
@@ -374,5 +384,6 @@ def _warm_up(engine: Engine) -> None:
         )
     while engine.has_work:
         engine.step()
-    engine.scheduler.speculation.forget()
+    # First steps take long: estimates that begin with them would refuse what can be served.
+    engine.scheduler.forget()
     engine.totals = Totals()

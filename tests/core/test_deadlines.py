@@ -9,8 +9,9 @@ import pytest
 from core.harness import GREEDY
 from core.test_tenants import Shop
 from paceline.core.config import SchedulerConfig
-from paceline.core.deadlines import PRIORITY_SECONDS, Deadlines
+from paceline.core.deadlines import PRIORITY_SECONDS, SLACK, Deadlines
 from paceline.core.params import SchedulingParams, SequenceParams, SpeculationParams, StopParams
+from paceline.core.plan import SequenceResult, SequenceWork
 from paceline.core.request import Request, RequestStatus
 from paceline.core.service_rate import LONGEST_WAIT, SHORTEST_WAIT, ServiceRate
 from paceline.core.tenants import TenantPolicy
@@ -31,8 +32,8 @@ def request_of(prompt: int = 10, max_tokens: int = 20, arrival: float = 0.0, **s
     )
 
 
-def rate_of(prompt_seconds: float = 0.1, token_seconds: float = 1.0, completion: float = 8.0) -> ServiceRate:
-    rate = ServiceRate()
+def rate_of(prompt_seconds: float = 1.0, token_seconds: float = 1.0, completion: float = 8.0) -> ServiceRate:
+    rate = ServiceRate(budget=10)
     rate.prompt_seconds, rate.token_seconds, rate.completion_tokens = prompt_seconds, token_seconds, completion
     return rate
 
@@ -53,25 +54,30 @@ def test_slack_is_what_is_left_before_a_start() -> None:
 
 def test_nothing_is_known_before_the_first_step() -> None:
     """Nobody is refused for an estimate that nobody has made."""
-    deadlines = Deadlines(ServiceRate(), patience=10.0)
-    deadlines.check(request_of(deadline=0.001), 0.0)
+    deadlines = Deadlines(ServiceRate(10), patience=10.0)
+    deadlines.check(request_of(deadline=0.001), 0.0, busy=True)
 
 
 def test_the_estimate_is_told() -> None:
     deadlines = Deadlines(rate_of(), patience=10.0)
-    deadlines.check(request_of(deadline=9.5), 0.0)
+    deadlines.check(request_of(deadline=9.5), 0.0, busy=True)
     with pytest.raises(DeadlineExceeded, match=r"too late: it would take about 9\.00 s, and 8\.50 s are left"):
-        deadlines.check(request_of(deadline=9.5), 1.0)
+        deadlines.check(request_of(deadline=9.5), 1.0, busy=True)
+    deadlines.check(request_of(deadline=9.5), 1.0, busy=False)
+    with pytest.raises(DeadlineExceeded):
+        deadlines.check(request_of(deadline=9.5), 9.5, busy=False)
 
 
 def test_rates_are_means() -> None:
-    rate = ServiceRate()
-    for now in range(0, 100, 5):
-        rate.ended(10, float(now))
+    rate = ServiceRate(10)
+    for _ in range(20):
+        rate.step((), (), 2.0)
+        rate.step((), (), 3.0)
+        rate.ended(10)
     assert rate.completion_tokens == pytest.approx(10)
     assert rate.seconds_until_ends(3) == pytest.approx(15)
     assert rate.seconds_until_ends(1000) == LONGEST_WAIT
-    assert ServiceRate().seconds_until_ends(5) == SHORTEST_WAIT
+    assert ServiceRate(10).seconds_until_ends(5) == SHORTEST_WAIT
 
 
 # -- in the scheduler ------------------------------------------------------------------------------------------------
@@ -122,15 +128,37 @@ def test_what_can_no_longer_be_met_is_refused_before_it_is_served() -> None:
 
 
 def test_what_could_never_be_met_is_not_even_queued() -> None:
-    shop = Shop(max_num_seqs=1)
+    shop = Shop(max_num_seqs=2)
     for _ in range(3):
         shop.add_for("a", max_tokens=10)
         shop.drain()
+    shop.add_for("a", max_tokens=10)
+    shop.step()
     before = len(shop.requests)
     with pytest.raises(DeadlineExceeded, match="it would take about"):
         shop.add(4, 10, scheduling=SchedulingParams("a", deadline=shop.now + 5))
-    assert len(shop.requests) == before
-    assert not shop.scheduler.has_requests
+    assert len(shop.requests) == before == len(shop.scheduler.running) + 3
+    shop.drain()
+    # Where nothing runs it is tried: an estimate that is wrong would never be put right.
+    tried = shop.add(4, 10, scheduling=SchedulingParams("a", deadline=shop.now + 5))
+    shop.drain()
+    assert tried.output_token_ids
+
+
+def test_one_slow_step_is_no_reason_to_refuse() -> None:
+    rate = ServiceRate(10)
+    works, results = (SequenceWork(0, 1, True),), (SequenceResult(0, (1,)),)
+    for seconds in (0.05, 60.0, 0.05):
+        rate.step(works, results, seconds)
+    assert rate.token_seconds < 0.06
+
+
+def test_timers_of_ended_requests_are_dropped() -> None:
+    shop = Shop(max_num_seqs=1)
+    for _ in range(300):
+        shop.abort(shop.add(4, 10, scheduling=SchedulingParams("a", deadline=shop.now + 1000)))
+    shop.step()
+    assert len(shop.scheduler.deadlines._timers) <= SLACK
 
 
 @pytest.mark.parametrize("lag", [0, 1])

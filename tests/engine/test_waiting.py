@@ -81,10 +81,10 @@ async def until(condition: Callable[[], bool]) -> None:
 # -- step by step -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [0.0, 1e9])
+@pytest.mark.parametrize("start", [0.0, 1e6, 1e9])
 def test_a_step_waits_for_tokens(start: float) -> None:
-    """However coarse the clock is, as one is that has run for long."""
-    engine = metered(30.0)
+    """However coarse the clock is, as one is that has run for long: rounding may not make it wait for ever."""
+    engine = metered(3.0)
     clock = engine.clock = VirtualClock(start)
     waits: list[float] = []
 
@@ -93,14 +93,14 @@ def test_a_step_waits_for_tokens(start: float) -> None:
         clock.advance(seconds)
 
     engine.wait = wait
-    tokens: dict[int, list[int]] = {engine.add(of("a")): [], engine.add(of("a", (4, 5), 7)): []}
+    tokens: dict[int, list[int]] = {engine.add(of("a", max_tokens=21)): [], engine.add(of("a", (4, 5), 7)): []}
     while engine.has_work:
         for output in engine.step():
             tokens[output.request_id] += output.token_ids
         engine.check_invariants()
         assert len(waits) < FEW
-    assert list(map(tuple, tokens.values())) == [expected((1, 2, 3), 20)[0], expected((4, 5), 7)[0]]
-    assert sum(waits) == pytest.approx((3 + 20 - 1) / 30.0, abs=0.01)
+    assert list(map(tuple, tokens.values())) == [expected((1, 2, 3), 21)[0], expected((4, 5), 7)[0]]
+    assert sum(waits) == pytest.approx((3 + 21 - 1) / 3.0, abs=0.01)
 
 
 def test_a_step_does_not_wait_while_somebody_is_refused() -> None:
@@ -122,8 +122,12 @@ def test_a_step_does_not_wait_while_somebody_is_refused() -> None:
 def test_completions_are_added_together_however_fast_time_goes() -> None:
     """The estimate that refuses one refuses all of them."""
     engine = make_engine()
+    engine.add(of("b"))
+    engine.step()  # where nothing runs, an estimate refuses nobody
     engine.scheduler.rate.token_seconds, engine.scheduler.rate.completion_tokens = 1.0, 20.0
+    added = 0
     for late in range(-3, 4):
+        before = set(engine.scheduler.requests)
         clock = VirtualClock(100.0)
 
         def ticking(clock: VirtualClock = clock) -> float:
@@ -134,12 +138,14 @@ def test_completions_are_added_together_however_fast_time_goes() -> None:
         try:
             engine.add(replace(of("a", deadline=122.0 + late), n=3))
         except DeadlineExceeded:
-            assert not engine.has_work
+            assert engine.scheduler.requests.keys() == before
         else:
-            assert len(engine.scheduler.requests) == 3
+            assert len(engine.scheduler.requests) == len(before) + 3
+            added += 1
         engine.check_invariants()
-        for request_id in list(engine.scheduler.requests):
+        for request_id in engine.scheduler.requests.keys() - before:
             engine.abort(request_id)
+    assert 0 < added < 7
 
 
 def test_what_is_refused_when_added() -> None:
@@ -258,10 +264,10 @@ async def test_a_deadline_wakes_it(lag: int) -> None:
     async with running(engine, lag) as served:
         await read(await served.submit(of("a")))
         patient = await served.submit(of("a"))
-        for scheduling in ({"queue_timeout": 0.02}, {"time_to_first_token": 0.02}, {"deadline": engine.clock() + 0.2}):
-            stream = await served.submit(of("a", **scheduling))
+        for bound in ("queue_timeout", "time_to_first_token", "deadline"):
+            late = await served.submit(of("a", **{bound: 0.1 + (engine.clock() if bound == "deadline" else 0.0)}))
             with pytest.raises(DeadlineExceeded, match="too late"):
-                await read(stream)
+                await read(late)
         assert served.num_live == 1
         await patient.aclose()
     assert plans.count(None) < FEW + 20 * lag

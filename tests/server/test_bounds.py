@@ -168,7 +168,7 @@ def test_a_limit_that_no_request_could_satisfy(pair: tuple[str, str]) -> None:
     tenants = {"a": TenantPolicy(max_blocks=1)}
     with pytest.raises(InvalidArgument, match="max_blocks of tenant 'a' = 1: must be at least 2, for the shortest"):
         engine_of(pair, block_size=1, tenants=tenants)
-    assert serve(engine_of(pair, block_size=32, tenants=tenants), "a").completion_tokens == 29
+    engine_of(pair, block_size=2, tenants=tenants)
 
 
 def test_the_warm_up_leaves_no_estimates(pair: tuple[str, str]) -> None:

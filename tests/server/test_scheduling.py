@@ -56,8 +56,9 @@ def let_steps_take(served: Serving, took: float) -> None:
 
 
 def let_requests_end_every(served: Serving, gap: float) -> None:
-    for now in (0.0, gap):
-        served.scheduler.rate.ended(8, now)
+    for _ in range(2):
+        served.scheduler.rate.step((), (), gap)
+        served.scheduler.rate.ended(8)
 
 
 async def whole(call: Call) -> list[pb.GenerateResponse]:
@@ -81,7 +82,7 @@ ESTIMATE = r"too late: it would take about \d+\.\d\d s, and (\d+\.\d\d) s are le
 async def busy(served: Serving) -> Call:
     """A request that runs, in steps of 10 s, on a server where requests get 20 tokens."""
     let_steps_take(served, 10.0)
-    served.scheduler.rate.ended(20, 0.0)
+    served.scheduler.rate.ended(20)
     call = await begun(served, request("0123456789", 30))
     served.runner.allow(5)
     await served.until(lambda: served.engine.engine.totals.steps == 5)
@@ -106,7 +107,7 @@ async def test_what_cannot_be_in_time_is_refused_at_once(serving: Serving) -> No
 
 async def test_a_first_token_that_cannot_be_in_time(serving: Serving) -> None:
     calls = [await busy(serving)]
-    for bound in (30.0, 5.0):
+    for bound in (8.0, 5.0):
         message = of("", "x" * 60, time_to_first_token=seconds(bound))
         error = await failure(serving.stub.Generate(message))
         assert error.code() is DEADLINE

@@ -84,7 +84,7 @@ class RpcUnavailable(RpcError, Unavailable):
 
 
 class RpcDeadlineExceeded(RpcError, DeadlineExceeded):
-    """DEADLINE_EXCEEDED: the `timeout` of the call ran out."""
+    """DEADLINE_EXCEEDED: the `timeout` of the call ran out or would, as the server estimates; or another bound."""
 
 
 class RpcCancelled(RpcError, Cancelled):

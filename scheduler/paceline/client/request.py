@@ -122,6 +122,7 @@ _LOGPROBS_MODES: Final[dict[str, pb.LogprobsMode]] = {
 _ALLOWED: Final = {
     FieldDescriptor.TYPE_UINT32: "an integer in 0..2^32-1",
     FieldDescriptor.TYPE_UINT64: "an integer in 0..2^64-1",
+    FieldDescriptor.TYPE_INT32: "an integer in -2^31..2^31-1",
     FieldDescriptor.TYPE_FLOAT: "a number",
     FieldDescriptor.TYPE_BOOL: "True or False",
     FieldDescriptor.TYPE_STRING: "text that UTF-8 can hold",

@@ -18,6 +18,7 @@ from paceline.core.request import Request, RequestStatus
 from paceline.core.service_rate import ServiceRate
 from paceline.errors import DeadlineExceeded
 
+SLACK = 64  # timers of requests that have ended, before the heap is made anew
 PRIORITY_SECONDS = 10.0  # by which one step of priority makes a request older
 
 
@@ -44,16 +45,24 @@ class Deadlines:
         for moment, _ in self._moments(request):
             heapq.heappush(self._timers, (moment, request.request_id))
 
-    def check(self, request: Request, now: float) -> None:
-        """Could it be in time if it started now? Raises DeadlineExceeded, with the estimate, if not."""
+    def check(self, request: Request, now: float, busy: bool) -> None:
+        """Could it be in time if it started now? Raises DeadlineExceeded, with the estimate, if not.
+
+        Args:
+            busy: others run. Only then the estimate is believed: it is made by steps, and where none are made a bad one
+                would stand for ever.
+        """
         for moment, seconds in self._moments(request):
             left = moment - now
-            if seconds > left:
+            if left <= 0.0 or (busy and seconds > left):
                 reason = f"it would take about {seconds:.2f} s" if seconds else "it has not started"
                 raise DeadlineExceeded(f"too late: {reason}, and {max(0.0, left):.2f} s are left")
 
     def expired(self, requests: Mapping[int, Request], now: float) -> list[Request]:
         """Live requests that have come too late, running ones included. Each is told once."""
+        if len(self._timers) > 3 * len(requests) + SLACK:
+            self._timers = [(moment, one.request_id) for one in requests.values() for moment, _ in self._moments(one)]
+            heapq.heapify(self._timers)
         late = {}
         while self._timers and self._timers[0][0] <= now:
             _, request_id = heapq.heappop(self._timers)
@@ -70,14 +79,14 @@ class Deadlines:
     def _moments(self, request: Request) -> list[tuple[float, float]]:
         """What the request has to reach yet: until when, and in how many seconds from a start."""
         params, moments = request.scheduling, []
-        prompt = request.num_tokens
+        known = request.num_tokens
         if request.status is RequestStatus.WAITING:
             if params.queue_timeout is not None:
                 moments.append((request.arrival + params.queue_timeout, 0.0))
             if params.time_to_first_token is not None:
-                seconds = self.rate.seconds_to_first_token(prompt)
+                seconds = self.rate.seconds_to_first_token(known)
                 moments.append((request.arrival + params.time_to_first_token, seconds))
         if params.deadline is not None:
-            left = request.max_total_tokens - prompt
-            moments.append((params.deadline, self.rate.seconds_to_end(prompt, left)))
+            left, emitted = request.max_total_tokens - known, len(request.output_token_ids)
+            moments.append((params.deadline, self.rate.seconds_to_end(known, left, emitted)))
         return moments

@@ -68,7 +68,7 @@ class Scheduler:
         self.speculation = speculation
         self.kv = KVCacheManager(config.num_blocks, config.block_size)
         self.prefixes = Prefixes(config, self.kv)
-        self.rate = ServiceRate()
+        self.rate = ServiceRate(config.max_num_batched_tokens)
         self.deadlines = Deadlines(self.rate, config.patience)
         self.tenants = Tenants({} if tenants is None else tenants, default_tenant)
         self.running: dict[int, Request] = {}
@@ -149,7 +149,7 @@ class Scheduler:
             AlreadyExists: the id is live.
             InvalidArgument: an unknown tenant, a deadline that has passed, a lowest depth above the tenant's or the
                 server's highest, a verification rule that does not fit.
-            DeadlineExceeded: it could not be in time even if it started at once.
+            DeadlineExceeded: it could not be in time even if it started at once, as far as that can be told.
             PacelineError: whatever `check` and `check_queue` refuse.
         """
         if request_id in self.requests:
@@ -176,7 +176,7 @@ class Scheduler:
             siblings=None if sibling is None else sibling.siblings,
         )
         try:
-            self.deadlines.check(request, now)
+            self.deadlines.check(request, now, bool(self.running))
         except DeadlineExceeded:
             del request.siblings[request_id]
             raise
@@ -239,6 +239,13 @@ class Scheduler:
         allowed = self.allowed_methods(tenant)
         methods = tuple(method for method in dict.fromkeys(wanted) if method in allowed)
         return methods if self.config.hybrid else methods[:1]
+
+    def forget(self) -> None:
+        """Start every estimate and account anew, as after a warm-up. No request is live."""
+        assert not self.requests, "requests are live"
+        self.speculation.forget()
+        self.rate.forget()
+        self.tenants = Tenants(self.tenants.policies, self.tenants.default)
 
     @property
     def waiting(self) -> list[Request]:
@@ -355,7 +362,7 @@ class Scheduler:
                 held_up.add(tenant)
                 continue
             try:
-                self.deadlines.check(request, now)
+                self.deadlines.check(request, now, bool(self.running))
             except DeadlineExceeded as error:
                 self._refuse(request, error)
                 continue
@@ -556,7 +563,7 @@ class Scheduler:
             request.first_token = now
         if sequence.finish is None:
             return RequestOutput(request.request_id, offset, token_ids)
-        self.rate.ended(len(request.output_token_ids), now)
+        self.rate.ended(len(request.output_token_ids))
         stats = RequestStats.of(request, now)
         self._end(request)
         return RequestOutput(request.request_id, offset, token_ids, sequence.finish, stats)

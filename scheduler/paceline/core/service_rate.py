@@ -8,28 +8,38 @@ from paceline.core.plan import SequenceResult, SequenceWork
 
 DECAY = 0.95  # of what was known, per step
 ENDINGS_DECAY = 0.9  # per request that ends
+LARGEST_RATIO = 3.0  # of a step to what was known: one that took longer was disturbed, and teaches no more than that
 LONGEST_WAIT = 60.0  # seconds that anybody is asked to wait
 SHORTEST_WAIT = 0.1
 
 
 class ServiceRate:
-    """Means of the last steps and of the last requests, weighted to the newest. Mutated by `step` and `ended`.
+    """Means of the last steps and of the last requests, weighted to the newest; only time in which steps ran counts.
+
+    Args:
+        budget: prompt tokens that a step can read.
 
     Attributes:
-        prompt_seconds: that a step takes per token of the prompts in it; 0 before the first.
+        prompt_seconds: of a step that reads prompts; 0 before the first.
         token_seconds: between two tokens of one completion; 0 before the first.
         completion_tokens: of a request that ended by itself; 0 before the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
         self.prompt_seconds = 0.0
         self.token_seconds = 0.0
         self.completion_tokens = 0.0
         self._between_ends = 0.0  # seconds
-        self._last_end: float | None = None
+        self._since_end = 0.0
 
     def step(self, works: Sequence[SequenceWork], results: Sequence[SequenceResult], seconds: float) -> None:
         """Learn from a step that took so long."""
+        self._since_end += seconds
         prompts = decodes = emitted = 0
         for work, result in zip(works, results, strict=True):
             if work.num_tokens > 1 or not work.samples:
@@ -38,30 +48,37 @@ class ServiceRate:
                 decodes += 1
                 emitted += len(result.token_ids)
         if prompts:
-            self.prompt_seconds = _mean(self.prompt_seconds, seconds / prompts, DECAY)
+            self.prompt_seconds = _mean(self.prompt_seconds, seconds)
         if emitted:
-            self.token_seconds = _mean(self.token_seconds, seconds * decodes / emitted, DECAY)
+            self.token_seconds = _mean(self.token_seconds, seconds * decodes / emitted)
 
-    def ended(self, completion_tokens: int, now: float) -> None:
+    def ended(self, completion_tokens: int) -> None:
         """A request is done."""
         self.completion_tokens = _mean(self.completion_tokens, completion_tokens, ENDINGS_DECAY)
-        if self._last_end is not None:
-            self._between_ends = _mean(self._between_ends, now - self._last_end, ENDINGS_DECAY)
-        self._last_end = now
+        self._between_ends = _mean(self._between_ends, self._since_end, ENDINGS_DECAY)
+        self._since_end = 0.0
 
     def seconds_to_first_token(self, prompt_tokens: int) -> float:
-        """Of a request that starts now."""
-        return prompt_tokens * self.prompt_seconds
+        """Of a request that starts now, if its prompt has the steps for itself."""
+        return -(-prompt_tokens // self._budget) * self.prompt_seconds
 
-    def seconds_to_end(self, prompt_tokens: int, max_tokens: int) -> float:
-        """Of a request that starts now and is as long as most, or as long as it may be if that is less."""
-        return self.seconds_to_first_token(prompt_tokens) + self.token_seconds * min(max_tokens, self.completion_tokens)
+    def seconds_to_end(self, known_tokens: int, max_tokens: int, emitted: int = 0) -> float:
+        """Of a request that starts now, or again, and is as long as most, or as long as it may be if that is less.
+
+        Args:
+            known_tokens: to compute first: the prompt, and those `emitted` before.
+            max_tokens: that may still come.
+        """
+        to_come = min(max_tokens, max(self.completion_tokens - emitted, 0.0))
+        return self.seconds_to_first_token(known_tokens) + self.token_seconds * to_come
 
     def seconds_until_ends(self, count: int) -> float:
         """Until so many requests have ended, within what anybody should be asked to wait."""
         return min(max(count * self._between_ends, SHORTEST_WAIT), LONGEST_WAIT)
 
 
-def _mean(before: float, value: float, decay: float) -> float:
+def _mean(before: float, value: float, decay: float = DECAY) -> float:
     """The first value stands for itself."""
-    return decay * before + (1.0 - decay) * value if before else value
+    if not before:
+        return value
+    return decay * before + (1.0 - decay) * min(value, LARGEST_RATIO * before)

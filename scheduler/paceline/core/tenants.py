@@ -17,6 +17,7 @@ from paceline.core.queue import RequestQueue
 from paceline.core.request import Request
 from paceline.errors import InvalidArgument
 
+EMPTY = 1e-6  # tokens that a bucket may lack by rounding
 MOST_IDLE = 1024  # tenants that are remembered although they have no requests
 
 
@@ -120,7 +121,7 @@ class Tenant:
         if now > self._filled_at:
             self._bucket = min(self.policy.burst, self._bucket + rate * (now - self._filled_at))
             self._filled_at = now
-        return max(0.0, -self._bucket / rate) if self._bucket <= 0.0 else 0.0
+        return -self._bucket / rate if self._bucket < -EMPTY else 0.0
 
 
 class Tenants:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from paceline.core.plan import StepPlan, StepResult
 from paceline.engine.engine import Engine
 from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stream import Stream
-from paceline.errors import Cancelled, EngineDead, PacelineError, Unavailable
+from paceline.errors import Cancelled, DeadlineExceeded, EngineDead, PacelineError, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +79,7 @@ class AsyncEngine:
         Raises:
             EngineDead: the engine has failed.
             Unavailable: it is not running, draining, or its queue is full.
+            DeadlineExceeded: the time is over already, or would be before the completion is whole.
             PacelineError: whatever `Engine.prepare` and `Engine.add` refuse.
         """
         self._check_open()
@@ -88,6 +88,7 @@ class AsyncEngine:
             self._check_open()
         else:
             prepared = self.engine.prepare(request)
+        self._check_time(request)
         request_id = self.engine.add(request, prepared)
         stream = Stream(request_id, len(prepared.prompt_token_ids), self._abandon, request.n)
         self._streams.update((request_id + choice, stream) for choice in range(request.n))
@@ -131,6 +132,12 @@ class AsyncEngine:
             raise Unavailable("the server is shutting down")
         if self._task is None:
             raise Unavailable("the engine is not running yet")
+
+    def _check_time(self, request: GenerationRequest) -> None:
+        """On its way here and while it was prepared, time went by."""
+        deadline = request.scheduling.deadline
+        if deadline is not None and deadline <= self.engine.clock():
+            raise DeadlineExceeded("too late: the time was over before the request was queued")
 
     # -- life and death -----------------------------------------------------------------------------------------------
 
@@ -185,10 +192,7 @@ class AsyncEngine:
             while not self._stopping:
                 await self._work()
                 await asyncio.sleep(0)
-                if self.engine.has_work:
-                    await self._wait()
-                else:
-                    await self._sleep()
+                await self._sleep()
         except Exception as error:
             self._die(error)
         except BaseException as error:
@@ -196,33 +200,24 @@ class AsyncEngine:
             raise
 
     async def _sleep(self) -> None:
-        """Wait for work. If none comes for a while, check the books, which takes milliseconds for a large pool."""
-        if self._stopping:
-            return
-        self._wake.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(IDLE_SECONDS):
-                await self._wake.wait()
-                return
-        self.engine.check_invariants()
-        await self._wake.wait()
+        """Nothing could be planned: wait for the next request, or for what the live ones wait for.
 
-    async def _wait(self) -> None:
-        """Every request waits for its tenant's tokens: until there are some, or until another request comes."""
-        if self._wake.is_set():
-            self._wake.clear()
+        Without any for a while, check the books, which takes milliseconds for a large pool.
+        """
+        if self._stopping or self._wake.is_set():
             return
-        seconds = self.engine.seconds_to_wait()
-        assert seconds < math.inf, "requests are left, but nothing can be planned"
+        if self.engine.has_work:
+            await self._woken(self.engine.seconds_to_wait())
+        elif not await self._woken(IDLE_SECONDS):
+            self.engine.check_invariants()
+            await self._wake.wait()
+
+    async def _woken(self, seconds: float) -> bool:
+        """Somebody called within so many seconds; it has been waited for."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
-        self._wake.clear()
-
-    def _tell_refused(self) -> None:
-        for request_id, error in self.engine.take_refused():
-            if request_id in self._streams:
-                self._end(self._streams[request_id].request_id, error)
+        return self._wake.is_set()
 
     async def _work(self) -> None:
         """Step until no plan can be made and no result is outstanding."""
@@ -230,6 +225,7 @@ class AsyncEngine:
         outstanding: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
         try:
             while True:
+                self._wake.clear()  # what came before is in this plan, as far as it can be
                 plan = self.engine.plan()
                 self._tell_refused()
                 if plan is not None:
@@ -246,12 +242,19 @@ class AsyncEngine:
             for _, future in outstanding:
                 future.add_done_callback(lambda left: left.cancelled() or left.exception())
 
+    def _tell_refused(self) -> None:
+        for request_id, error in self.engine.take_refused():
+            if request_id in self._streams:  # else another completion has taken the whole request along
+                self._end(self._streams[request_id].request_id, error)
+
     async def _finish(self, plan: StepPlan, future: asyncio.Future[StepResult]) -> None:
         if future.done():
             await asyncio.sleep(0)  # awaiting it would not let anybody else run
         result = await future
         for output in self.engine.finish(plan, result):
             stream = self._streams[output.request_id]
+            if output.choice == 0:
+                stream.cached_prompt_tokens = output.cached_prompt_tokens
             stream.put(output)
             if output.finish is not None:
                 del self._streams[output.request_id]

@@ -55,6 +55,11 @@ def join(deltas: Sequence[Delta]) -> Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output(Delta):
-    """A delta, and whose it is."""
+    """A delta, and whose it is.
+
+    Attributes:
+        cached_prompt_tokens: of the completion's prompt, those whose KV was there when it started.
+    """
 
     request_id: int
+    cached_prompt_tokens: int = 0

@@ -33,6 +33,8 @@ from paceline.errors import (
     Unavailable,
 )
 
+SHORTEST_WAIT = 0.001  # seconds; rounding could make a shorter one end before the moment it leads up to
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -49,11 +51,13 @@ class _Completion:
         prompt_logprobs: as far as they are known, aligned with the prompt; None if they are not wanted, or told.
     """
 
-    __slots__ = ("checker", "choice", "prompt_logprobs")
+    __slots__ = ("checker", "prompt_logprobs", "request")
 
-    def __init__(self, checker: StopChecker, choice: int, prompt_logprobs: list[TokenLogprobs | None] | None) -> None:
+    def __init__(
+        self, request: Request, checker: StopChecker, prompt_logprobs: list[TokenLogprobs | None] | None
+    ) -> None:
+        self.request = request
         self.checker = checker
-        self.choice = choice
         self.prompt_logprobs = prompt_logprobs
 
     def take_prompt_logprobs(self) -> PromptLogprobs:
@@ -116,7 +120,8 @@ class Engine:
 
         Raises:
             InvalidArgument: a token id outside the vocabulary, an empty prompt, text that is not Unicode, an unknown
-                role, more logprobs than allowed, a grammar that cannot be, a lowest depth above what is allowed.
+                role or tenant, more logprobs than allowed, a grammar that cannot be, a lowest depth above what is
+                allowed, more completions than may ever wait.
             FailedPrecondition: a drafting method that is not loaded or that the tenant may not use, a conversation for
                 a model without a chat template, a grammar where none are served.
         """
@@ -130,9 +135,7 @@ class Engine:
         self._check_ids("sampling.logit_bias", [token_id for token_id, _ in request.sampling.logit_bias])
         self._check_allowed_ids(request.sampling.allowed_token_ids)
         self._check_logprobs(request)
-        max_queued = self.scheduler.config.max_queued
-        if request.n > max_queued:
-            raise InvalidArgument("n", request.n, f"at most {max_queued}, which is all that may wait here")
+        self._check_n(request)
         if request.prompt and not isinstance(request.prompt, str):
             # Each id or message is a token or more: what is too long is refused before every one is looked at.
             self.scheduler.check(len(request.prompt), request.stop, tenant)
@@ -155,16 +158,18 @@ class Engine:
         Raises:
             EngineDead: a step has failed.
             ResourceExhausted, Unavailable: the queue is full, the tenant's or the server's.
+            DeadlineExceeded: by the estimate it would come too late.
             PacelineError: whatever `prepare` and `Scheduler.add` refuse; nothing is queued then.
         """
         if self._failed:
             raise EngineDead("the engine failed and serves no more requests")
         prepared = self.prepare(request) if prepared is None else prepared
-        self.scheduler.check_queue(request.scheduling.tenant, request.n, self.clock())
+        now = self.clock()  # the same for all, so that what the first may do the others may too
+        self.scheduler.check_queue(request.scheduling.tenant, request.n, now)
         ids = [next(self._ids) for _ in range(request.n)]
         matcher = StopMatcher(request.stop.strings) if request.stop.strings else None
         for choice, request_id in enumerate(ids):
-            self._add_completion(request, prepared, matcher, choice, request_id, ids[0])
+            self._add_completion(request, prepared, matcher, choice, request_id, ids[0], now)
         return ids[0]
 
     def _add_completion(
@@ -175,17 +180,18 @@ class Engine:
         choice: int,
         request_id: int,
         first_id: int,
+        now: float,
     ) -> None:
         prompt, logprobs = prepared.prompt_token_ids, request.logprobs
         if choice:
             logprobs = replace(logprobs, prompt=None)  # it is one prompt
-        self.scheduler.add(
+        added = self.scheduler.add(
             request_id,
             prompt,
             request.sampling,
             request.stop,
             request.speculation,
-            self.clock(),
+            now,
             constraints=prepared.constraints,
             logprobs=logprobs,
             choice=choice,
@@ -194,7 +200,7 @@ class Engine:
         )
         checker = StopChecker(request.stop, self.tokenizer, prompt, self.scheduler.config.eos_token_ids, matcher)
         known: list[TokenLogprobs | None] | None = None if logprobs.prompt is None else [None] * len(prompt)
-        self._completions[request_id] = _Completion(checker, choice, known)
+        self._completions[request_id] = _Completion(added, checker, known)
 
     def abort(self, request_id: int) -> bool:
         """End a request; its blocks are free on return, and it has no more outputs. False if it is not live."""
@@ -234,11 +240,13 @@ class Engine:
         return refused
 
     def seconds_to_wait(self) -> float:
-        """Until it is worth planning again, if nothing can be planned and nothing is outstanding, while requests are
-        live; infinite if only another request can change that.
+        """Until it is worth planning again, where `plan` found nothing to do for the live requests and no result is
+        outstanding: they wait for their tenant's tokens. Another request may be worth it sooner.
         """
         now = self.clock()
-        return max(0.0, self.scheduler.wake_at(now) - now)
+        seconds = self.scheduler.wake_at(now) - now
+        assert seconds < math.inf, "requests are left, but nothing can be planned"
+        return max(SHORTEST_WAIT, seconds)
 
     def finish(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Commit a step's result: what each request has gained. Requests aborted meanwhile have no output."""
@@ -262,9 +270,10 @@ class Engine:
                     core.finish,
                     core.stats,
                     logprobs[core.request_id],
-                    completion.choice,
+                    completion.request.params.choice,
                     completion.take_prompt_logprobs(),
                     request_id=core.request_id,
+                    cached_prompt_tokens=completion.request.num_cached_tokens,
                 )
             )
             if core.finish is not None:
@@ -290,11 +299,11 @@ class Engine:
         if cut.finish is None and len(cut.token_ids) == len(sequence.token_ids):
             return sequence
         logprobs = sequence.logprobs[: len(cut.token_ids)]
-        return replace(sequence, token_ids=cut.token_ids, logprobs=logprobs, finish=cut.finish)
+        return sequence._replace(token_ids=cut.token_ids, logprobs=logprobs, finish=cut.finish)
 
     def step(self) -> list[Output]:
         """Plan, execute and finish one step, with none outstanding. Without work, nothing happens; where every request
-        waits for its tenant's tokens, it waits for them instead.
+        waits for its tenant's tokens, it waits for them instead, unless there is somebody for `take_refused`.
 
         Once it has raised, whatever it was, the engine is dead.
         """
@@ -302,13 +311,11 @@ class Engine:
             return []
         try:
             plan = self.plan()
-            if plan is None:
-                seconds = self.seconds_to_wait()
-                assert seconds < math.inf or not self.has_work, "requests are left, but nothing can be planned"
-                if self.has_work:
-                    self.wait(seconds)
-                return []
-            return self.finish(plan, self.runner.execute(plan))
+            if plan is not None:
+                return self.finish(plan, self.runner.execute(plan))
+            if self.has_work and not self.scheduler.refused:
+                self.wait(self.seconds_to_wait())
+            return []
         except BaseException:
             self._failed = True
             raise
@@ -320,6 +327,13 @@ class Engine:
         assert self._completions.keys() - refused == self.scheduler.requests.keys(), "one stop checker each"
 
     # -- validation ---------------------------------------------------------------------------------------------------
+
+    def _check_n(self, request: GenerationRequest) -> None:
+        """All completions wait at first, however short the queues are."""
+        own = self.scheduler.tenants.policy(request.scheduling.tenant).max_queued
+        most = min(self.scheduler.config.max_queued, request.n if own is None else own)
+        if request.n > most:
+            raise InvalidArgument("n", request.n, f"at most {most}, which is all that may wait here")
 
     def _check_method(self, request: GenerationRequest) -> None:
         method = request.speculation.method

@@ -23,6 +23,8 @@ class Stream:
     Attributes:
         request_id: the engine's id of the first completion.
         prompt_tokens: length of the prompt.
+        cached_prompt_tokens: of these, those whose KV was there already; known with the first delta. The step loop sets
+            it.
         num_choices: completions.
     """
 
@@ -31,6 +33,7 @@ class Stream:
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
+        self.cached_prompt_tokens = 0
         self.num_choices = num_choices
         self._on_abandon = on_abandon
         self._ready = asyncio.Event()

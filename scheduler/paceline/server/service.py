@@ -154,6 +154,7 @@ async def _respond(stream: Stream, started: pb.Started, output: pb.OutputParams,
             continue
         if not begun:
             await context.send_initial_metadata(((REQUEST_ID_KEY, started.request_id),))
+            started.cached_prompt_tokens = stream.cached_prompt_tokens
             response.started.CopyFrom(started)
             begun = True
         await context.write(response)

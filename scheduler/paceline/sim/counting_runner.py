@@ -64,7 +64,7 @@ class CountingRunner:
                 self.acceptance(admission.request_id),
             )
         times = self._times(plan)
-        draws = np.log(self._random.random(len(plan.work))).tolist()
+        draws = np.log1p(-self._random.random(len(plan.work))).tolist()  # finite: of (0, 1]
         results = tuple(self._result(work, draw) for work, draw in zip(plan.work, draws, strict=True))
         return StepResult(plan.step_id, results, times)
 
@@ -99,10 +99,11 @@ class CountingRunner:
         depth, accepted = work.num_drafts, 0
         labels: tuple[float, ...] = ()
         if depth:
-            if draw < depth * mirror.log_rate:
+            # That j are kept has the chance rate ** j: one draw tells how many.
+            if draw <= depth * mirror.log_rate:
                 accepted, labels = depth, (1.0,) * depth
             else:
-                accepted = int(draw / mirror.log_rate)
+                accepted = min(int(draw / mirror.log_rate), depth - 1)
                 labels = (1.0,) * accepted + (0.0,)
             if work.method is Method.DRAFT_MODEL:
                 # The last draft is proposed and not read.

@@ -12,7 +12,7 @@ class FirstComeFirstServed(Deadlines):
     def rank(self, request: Request, priority: int) -> float:
         return request.arrival
 
-    def check(self, request: Request, now: float) -> None:
+    def check(self, request: Request, now: float, busy: bool) -> None:
         return
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from paceline.sim.study import Study
 
 FILE_WIDTH = 160  # where the output is no terminal and has no width of its own
 COLUMNS = (
-    "tenant", "weight", "arrived", "finished", "in time", "refused", "tokens", "ttft p50", "p90", "p99", "tpot ms p50",
+    "tenant", "weight", "arrived", "finished", "in time", "refused", "tokens", "ttft s p50", "p99", "tpot ms p50",
     "p99", "engine s", "/ weight", "rejected s", "preempted",
 )  # fmt: skip
 
@@ -30,7 +31,7 @@ def render(study: Study, title: str) -> None:
             name,
             f"{figures.weight:g}",
             *(str(told[key]) for key in ("arrived", "finished", "in_time", "refused", "completion_tokens")),
-            *(_seconds(first[key]) for key in ("p50", "p90", "p99")),
+            *(_seconds(first[key]) for key in ("p50", "p99")),
             *(_seconds(after[key], 1000.0) for key in ("p50", "p99")),
             *(f"{told[key]:.1f}" for key in ("engine_seconds", "service", "rejected_seconds")),
             str(figures.preemptions),
@@ -41,27 +42,30 @@ def render(study: Study, title: str) -> None:
     console.print(table)
     summary = study.summary()
     console.print(
-        f"{study.seconds:.1f} s, {study.steps} steps, {summary['tokens_per_second']:.0f} tokens/s, "
-        f"{sum(tenant.preemptions for tenant in study.tenants.values())} preemptions"
+        f"{study.seconds:.1f} s, {study.steps} steps of {study.longest_step:.3f} s at most, "
+        f"{summary['tokens_per_second']:.0f} tokens/s, {summary['requests_per_second']:.2f} requests/s, "
+        f"{100.0 * summary['in_time']:.1f} % of all in time"
     )
-    service = summary["backlogged_service"]
-    if len(service) > 1 and min(service.values()) > 0.0:
-        shares = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in service.items())
+    service, bound = summary["backlogged_service"], study.service_bound
+    if len(service) > 1 and study.backlogged_seconds > bound and min(service.values()) > 0.0:
+        shares = ", ".join(f"{name} {seconds:.1f}" for name, seconds in service.items())
         console.print(
-            f"while all had requests waiting, to {summary['backlogged_seconds']:.0f} s, service over weight: {shares}; "
-            f"largest over smallest {max(service.values()) / min(service.values()):.3f}"
+            f"All had requests waiting for {study.backlogged_seconds:.0f} s, {study.backlogged_seconds / bound:.0f} "
+            f"times the bound of {bound:.1f} s. Seconds of service over weight meanwhile: {shares}; largest over "
+            f"smallest {max(service.values()) / min(service.values()):.3f}"
         )
 
 
-def plot(study: Study, title: str, path: Path) -> None:
-    """Write a PNG: requests running and waiting, drafts per decode, and free blocks over time.
+def require_plots(path: Path) -> None:
+    """Raises InvalidArgument without matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise InvalidArgument("plot", str(path), "left out, unless paceline[plots] is installed")
 
-    Raises InvalidArgument without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidArgument("plot", str(path), "nothing unless paceline[plots] is installed") from error
+
+def plot(study: Study, title: str, path: Path) -> None:
+    """Write a PNG: requests running and waiting, drafts per decode, and free blocks over time."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 8), layout="constrained")
     figure.suptitle(title)
     panels: Any = figure.subplots(3, 1, sharex=True)
@@ -75,7 +79,7 @@ def plot(study: Study, title: str, path: Path) -> None:
     panels[2].plot(times, [moment.free_blocks for moment in study.moments])
     panels[2].set_ylabel("free blocks")
     panels[2].set_xlabel("seconds")
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def _seconds(value: float | None, factor: float = 1.0) -> str:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
-from paceline.config_file import Count, Positive, Table, TenantTable
-from paceline.core.config import SchedulerConfig
+from paceline.config_file import Count, Positive, Table, TenantTable, read_file
+from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.params import Method
 from paceline.errors import InvalidArgument
 from paceline.sim.control import roofline
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def _ascending(span: tuple[float, float]) -> tuple[float, float]:
+    if span[0] > span[1]:
+        raise PydanticCustomError("span", "the lower of the two comes first")
+    return span
+
+
+Span = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
 
 
 class Lengths(Table):
@@ -33,20 +42,24 @@ class Arrivals(Table):
     Attributes:
         kind: poisson; gamma, whose gaps vary by `cv`; trace: `file` has a second of arrival, a tenant, prompt tokens
             and completion tokens in each line, as JSON: {"time": 0.5, "tenant": "a", "prompt": 512, "completion": 128};
-            backlog: all at once.
-        rate: requests per second.
+            backlog: `waiting` requests of each tenant wait at any time, so that the machine is never short of work.
+        rate: requests per second, all tenants.
+        cv: standard deviation of the gaps over their mean.
     """
 
     kind: Literal["poisson", "gamma", "trace", "backlog"] = "poisson"
     rate: Positive = 10.0
     cv: Positive = 2.0
-    file: Path | None = None
+    waiting: Count = 64
+    file: Path | None = Field(default=None, validate_default=True)
 
-    @model_validator(mode="after")
-    def _check(self) -> Arrivals:
-        if (self.kind == "trace") != (self.file is not None):
-            raise ValueError("a file goes with the kind trace, and with no other")
-        return self
+    @field_validator("file")
+    @classmethod
+    def _check_file(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        kind = info.data.get("kind")  # absent where it is wrong itself
+        if kind is not None and (kind == "trace") != (value is not None):
+            raise PydanticCustomError("file", "a file goes with the kind trace, and with no other")
+        return value
 
 
 class SimulatedTenant(TenantTable):
@@ -56,7 +69,8 @@ class SimulatedTenant(TenantTable):
         share: of the arrivals, in proportion to those of others.
         acceptance: mean chance that a draft is kept; `acceptance_spread` is its standard deviation between requests.
         deadline: of each request: seconds from its arrival, uniform between the two.
-        time_to_first_token: likewise, a target.
+        slowdown: the same as multiples of what the request takes alone and without drafts.
+        time_to_first_token: a target for each, in seconds.
         start: in seconds; what would come earlier is left out.
     """
 
@@ -65,9 +79,17 @@ class SimulatedTenant(TenantTable):
     completion_tokens: Lengths = Lengths(mean=128)
     acceptance: Share = 0.7
     acceptance_spread: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
-    deadline: tuple[Positive, Positive] | None = None
+    deadline: Span | None = None
+    slowdown: Span | None = None
     time_to_first_token: Positive | None = None
-    start: Annotated[float, Field(ge=0.0)] = 0.0
+    start: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+
+    @field_validator("slowdown")
+    @classmethod
+    def _check_slowdown(cls, value: Span | None, info: ValidationInfo) -> Span | None:
+        if value is not None and info.data.get("deadline") is not None:
+            raise PydanticCustomError("slowdown", "deadline or slowdown, not both")
+        return value
 
 
 class Machine(Table):
@@ -83,6 +105,11 @@ class Machine(Table):
     free_rows: Count = 256
     draft_pass: Positive | None = 0.001
 
+    @property
+    def drafts(self) -> bool:
+        """There is a draft model."""
+        return self.file is not None or self.draft_pass is not None
+
     def costs(self) -> CostModel:
         """Raises InvalidArgument: the file is no cost model."""
         if self.file is None:
@@ -90,17 +117,22 @@ class Machine(Table):
         try:
             data: Any = json.loads(self.file.read_text(encoding="utf-8"))
             return CostModel.from_dict(data["costs"] if isinstance(data, dict) and "costs" in data else data)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise InvalidArgument("machine.file", str(self.file), f"a readable file ({error.strerror})") from error
+        except ValueError as error:
             raise InvalidArgument("machine.file", str(self.file), f"a cost model ({error})") from error
 
 
 class EngineTable(Table):
-    """The scheduler's settings that matter here, as in `SchedulerConfig`; `depth` is as of `paceline serve`."""
+    """The scheduler's settings that matter here, as in `SchedulerConfig`; `depth` is as of `paceline serve`.
+
+    Prompts have no text, so that none is found in a prefix cache.
+    """
 
     num_blocks: Count = 32768
     block_size: Count = 16
     max_num_seqs: Count = 256
-    max_num_batched_tokens: Count = 2048
+    max_num_batched_tokens: Count = Field(default=2048, validate_default=True)
     max_model_len: Count = 8192
     max_queued: Count = 1_000_000
     depth: Annotated[str, Field(pattern="^(auto|off|[0-9]+)$")] = "auto"
@@ -113,30 +145,46 @@ class EngineTable(Table):
     def config(self, drafts: bool) -> SchedulerConfig:
         """Raises InvalidArgument: settings that do not go together."""
         given = {name: getattr(self, name) for name in type(self).model_fields if name != "depth"}
-        return SchedulerConfig(**given, method=Method.DRAFT_MODEL if drafts else Method.NONE)
+        method = Method.DRAFT_MODEL if drafts else Method.NONE
+        return SchedulerConfig(**given, method=method, prefix_cache=PrefixScope.OFF)
+
+    @field_validator("max_num_batched_tokens")
+    @classmethod
+    def _check_budget(cls, value: int, info: ValidationInfo) -> int:
+        running = info.data.get("max_num_seqs", 0)
+        if value < running:
+            raise PydanticCustomError("budget", "must be at least max_num_seqs ({running})", {"running": running})
+        return value
 
 
 class SimulationFile(Table):
     """A whole simulation.
 
     Attributes:
-        requests: arrivals, all tenants.
+        requests: arrivals, all tenants; of a trace all, unless a number is given, else 10,000.
         policy: ours; fcfs: first come, first served, without tenants; edf: the earliest deadline first, refusing what
             cannot be met, without tenants.
         seconds: after which it ends, whether all requests have or not.
     """
 
     seed: Annotated[int, Field(ge=0)] = 0
-    requests: Count = 10_000
-    seconds: Annotated[float, Field(gt=0)] = math.inf
+    requests: Count | None = None
+    seconds: Positive | None = None
     policy: Literal["ours", "fcfs", "edf"] = "ours"
     machine: Machine = Machine()
     engine: EngineTable = EngineTable()
     arrivals: Arrivals = Arrivals()
-    tenants: dict[str, SimulatedTenant] = Field(default_factory=lambda: {"default": SimulatedTenant()})
+    tenants: Annotated[dict[str, SimulatedTenant], Field(min_length=1)] = Field(
+        default_factory=lambda: {"default": SimulatedTenant()}
+    )
 
-    @model_validator(mode="after")
-    def _check(self) -> SimulationFile:
-        if not self.tenants:
-            raise ValueError("at least one tenant is needed")
-        return self
+
+def read_simulation(path: Path) -> SimulationFile:
+    """Read a file; those that it names are sought beside it. Raises InvalidArgument with every mistake."""
+    file = read_file(path, SimulationFile)
+    found = {}
+    for name in ("machine", "arrivals"):
+        table = getattr(file, name)
+        if table.file is not None:
+            found[name] = table.model_copy(update={"file": path.parent / table.file})
+    return file.model_copy(update=found)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,21 +14,22 @@ import numpy as np
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import DepthPolicy, FixedDepth
-from paceline.core.params import SchedulingParams
-from paceline.core.plan import StepPlan
-from paceline.core.request import RequestStats
+from paceline.core.plan import StepPlan, StepResult
+from paceline.core.request import Request, RequestStats
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
-from paceline.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from paceline.core.stopping import cut_run
+from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from paceline.sim.clock import VirtualClock
-from paceline.sim.counting_runner import CountingRunner
+from paceline.sim.counting_runner import TOKEN, CountingRunner
 from paceline.sim.order import EarliestDeadlineFirst, FirstComeFirstServed
-from paceline.sim.population import DEFAULT_SPECULATION, GREEDY, SimulatedRequest, draw_requests
-from paceline.sim.simulation import cut_result
+from paceline.sim.population import DEFAULT_SPECULATION, GREEDY, REQUESTS, Population, SimulatedRequest
 from paceline.sim.spec import SimulationFile
 
 SAMPLES = 400  # of queue lengths and depths over time, at most twice as many
 PERCENTILES = (50, 90, 99)
+SHORTEST_WAIT = 1e-6  # seconds; less might not move the clock
+TOLD_AT_ONCE = 256  # requests that have ended, to whoever watches
 
 
 @dataclass(slots=True)
@@ -44,16 +46,17 @@ class TenantFigures:
     preemptions: int = 0
     engine_seconds: float = 0.0
     rejected_seconds: float = 0.0
+    longest_run: float = 0.0  # from the first admission to the end
     first_token: array[float] = field(default_factory=lambda: array("f"))
     per_token: array[float] = field(default_factory=lambda: array("f"))  # after the first
 
     def summary(self) -> dict[str, Any]:
         """Plain JSON types."""
-        names = ("weight", "arrived", "finished", "refused", "in_time", "prompt_tokens", "completion_tokens")
+        arrays = {"time_to_first_token": self.first_token, "time_per_output_token": self.per_token}
+        names = [one.name for one in fields(self) if one.name not in ("first_token", "per_token")]
         told: dict[str, Any] = {name: getattr(self, name) for name in names}
-        told |= {"preemptions": self.preemptions, "engine_seconds": self.engine_seconds}
-        told |= {"service": self.engine_seconds / self.weight, "rejected_seconds": self.rejected_seconds}
-        for name, values in (("time_to_first_token", self.first_token), ("time_per_output_token", self.per_token)):
+        told["service"] = self.engine_seconds / self.weight
+        for name, values in arrays.items():
             told[name] = {f"p{p}": _percentile(values, p) for p in PERCENTILES}
         return told
 
@@ -71,28 +74,51 @@ class Moment:
 
 @dataclass(slots=True)
 class Study:
-    """Attributes:
-    seconds: simulated.
-    backlogged: seconds and each tenant's engine seconds, when for the last time all tenants had requests waiting.
+    """What happened.
+
+    Attributes:
+        seconds: simulated.
+        longest_step: in seconds.
+        backlogged_seconds: of the steps beside which all tenants had requests waiting.
+        backlogged: engine seconds that each tenant was charged in these.
     """
 
     seconds: float = 0.0
     steps: int = 0
+    longest_step: float = 0.0
     tenants: dict[str, TenantFigures] = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
-    backlogged: tuple[float, dict[str, float]] = (0.0, {})
+    backlogged_seconds: float = 0.0
+    backlogged: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def service_bound(self) -> float:
+        """Seconds of service over weight by which two tenants may differ in any time in which both have requests
+        waiting: twice the longest run of a request over the lowest weight.
+
+        None of a tenant's requests is admitted while another's counter is lower. From then on it is charged no more
+        than those of its requests that run already take, and all charges of a step together are the step's duration.
+        """
+        longest = max(tenant.longest_run for tenant in self.tenants.values())
+        return 2.0 * longest / min(tenant.weight for tenant in self.tenants.values())
 
     def summary(self) -> dict[str, Any]:
         """Plain JSON types."""
         tokens = sum(tenant.completion_tokens for tenant in self.tenants.values())
+        finished = sum(tenant.finished for tenant in self.tenants.values())
+        arrived = sum(tenant.arrived for tenant in self.tenants.values())
         return {
             "seconds": self.seconds,
             "steps": self.steps,
+            "longest_step": self.longest_step,
             "tokens_per_second": tokens / self.seconds if self.seconds else 0.0,
+            "requests_per_second": finished / self.seconds if self.seconds else 0.0,
+            "in_time": sum(tenant.in_time for tenant in self.tenants.values()) / max(1, arrived),
             "tenants": {name: tenant.summary() for name, tenant in self.tenants.items()},
-            "backlogged_seconds": self.backlogged[0],
+            "service_bound": self.service_bound,
+            "backlogged_seconds": self.backlogged_seconds,
             "backlogged_service": {
-                name: seconds / self.tenants[name].weight for name, seconds in self.backlogged[1].items()
+                name: seconds / self.tenants[name].weight for name, seconds in self.backlogged.items()
             },
             "moments": [[m.time, m.running, m.waiting, m.depth, m.free_blocks] for m in self.moments],
         }
@@ -110,93 +136,175 @@ def run_study(file: SimulationFile, progress: Callable[[int], None] | None = Non
     return _Simulator(file, progress).run()
 
 
+class _Arrivals:
+    """Requests that come when they come."""
+
+    def __init__(self, file: SimulationFile) -> None:
+        self._coming = Population(file).arrivals()
+        self._following = next(self._coming, None)
+
+    @property
+    def next_time(self) -> float:
+        """Of the next arrival, in seconds; infinite after the last."""
+        return math.inf if self._following is None else self._following.time
+
+    def due(self, now: float) -> Iterator[tuple[float, SimulatedRequest]]:
+        """Those that have come, and when."""
+        while (request := self._following) is not None and request.time <= now:
+            self._following = next(self._coming, None)
+            yield request.time, request
+
+    def left_queue(self, tenant: str) -> None:
+        """One of the tenant's waits no more."""
+
+
+class _Backlog:
+    """Requests that come when another leaves the queue of its tenant."""
+
+    next_time = math.inf
+
+    def __init__(self, file: SimulationFile) -> None:
+        self._coming = {name: Population(file, stream).backlog(name) for stream, name in enumerate(file.tenants, 1)}
+        self._room = dict.fromkeys(file.tenants, file.arrivals.waiting)
+        self._left = file.requests or REQUESTS
+
+    def due(self, now: float) -> Iterator[tuple[float, SimulatedRequest]]:
+        for name, coming in self._coming.items():
+            while self._room[name] and self._left:
+                self._room[name] -= 1
+                self._left -= 1
+                yield now, next(coming)
+
+    def left_queue(self, tenant: str) -> None:
+        self._room[tenant] += 1
+
+
+class _Accounts(SpeculationControl):
+    """Adds up what the requests of each tenant are charged, in whatever order they are served.
+
+    Attributes:
+        live: by id.
+        seconds: by tenant.
+    """
+
+    def __init__(self, policy: DepthPolicy, costs: CostModel, live: Mapping[int, SimulatedRequest]) -> None:
+        super().__init__(policy, costs)
+        self.live = live
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def observe(self, plan: StepPlan, result: StepResult, requests: Sequence[Request | None]) -> list[float]:
+        charges = super().observe(plan, result, requests)
+        for work, seconds in zip(plan.work, charges, strict=True):
+            self.seconds[self.live[work.request_id].tenant] += seconds
+        return charges
+
+
 class _Simulator:
     def __init__(self, file: SimulationFile, progress: Callable[[int], None] | None) -> None:
         self.file = file
         self.progress = progress
         self.clock = VirtualClock()
+        self.ours = file.policy == "ours"
         true, known = file.machine.costs(), file.machine.costs()
+        self.live: dict[int, SimulatedRequest] = {}
+        self.accounts = _Accounts(_policy(file.engine.depth, known), known, self.live)
         self.scheduler = Scheduler(
-            file.engine.config(drafts=file.machine.file is not None or file.machine.draft_pass is not None),
-            SpeculationControl(_policy(file.engine.depth, known), known),
-            {name: tenant.policy() for name, tenant in file.tenants.items()} if file.policy == "ours" else {},
+            file.engine.config(drafts=file.machine.drafts),
+            self.accounts,
+            {name: tenant.policy() for name, tenant in file.tenants.items()} if self.ours else {},
         )
-        if file.policy != "ours":
+        if not self.ours:
             order = FirstComeFirstServed if file.policy == "fcfs" else EarliestDeadlineFirst
             self.scheduler.deadlines = order(self.scheduler.rate, file.engine.patience)
-        self.live: dict[int, SimulatedRequest] = {}
+        self.arrivals = _Backlog(file) if file.arrivals.kind == "backlog" else _Arrivals(file)
+        self.queued: dict[str, set[int]] = {name: set() for name in file.tenants}  # that have never run
         self.runner = CountingRunner(true, self.clock, lambda i: self.live[i].acceptance, file.seed)
         self.study = Study(tenants={name: TenantFigures(tenant.weight) for name, tenant in file.tenants.items()})
+        self._num_requests = 0
+        self._backlogged = False
+        self._num_ended = 0  # that nobody was told of
         self._interval = 0.0  # seconds between moments
-        self._prompts: dict[int, tuple[int, ...]] = {}  # by length
 
     def run(self) -> Study:
-        coming = draw_requests(self.file)
-        following = next(coming, None)
-        clock, scheduler, study = self.clock, self.scheduler, self.study
-        request_id = 0
-        while clock() < self.file.seconds:
-            while following is not None and following.time <= clock():
-                self._add(request_id, following)
-                request_id += 1
-                following = next(coming, None)
+        clock, scheduler = self.clock, self.scheduler
+        end = math.inf if self.file.seconds is None else self.file.seconds
+        while clock() < end:
+            for time, request in self.arrivals.due(clock()):
+                self._add(time, request)
             plan = scheduler.schedule(clock())
             for refused_id, _ in scheduler.take_refused():
-                self._refused(self.live.pop(refused_id))
+                self._refused(refused_id)
             if plan.work:
                 self._step(plan)
                 continue
-            upcoming = min(math.inf if following is None else following.time, scheduler.wake_at(clock()))
+            upcoming = self.arrivals.next_time
+            if scheduler.has_requests:
+                upcoming = min(upcoming, scheduler.wake_at(clock()))
             if upcoming == math.inf:
                 assert not scheduler.has_requests, "requests are left, but nothing can be planned"
                 break
-            clock.advance(max(0.0, upcoming - clock()))
-        study.seconds = clock()
-        for name, figures in study.tenants.items():
-            if self.file.policy == "ours" and name in self.scheduler.tenants:
-                figures.engine_seconds = self.scheduler.tenants[name].charged_seconds
-        return study
+            clock.advance(max(SHORTEST_WAIT, upcoming - clock()))
+        self._watch_backlog(False)
+        self.study.seconds = clock()
+        for name, seconds in self.accounts.seconds.items():
+            self.study.tenants[name].engine_seconds = seconds
+        self._tell()
+        return self.study
 
-    def _add(self, request_id: int, request: SimulatedRequest) -> None:
-        figures = self.study.tenants[request.tenant]
-        figures.arrived += 1
-        scheduling = request.scheduling
-        if self.file.policy != "ours":  # to which all requests are of one tenant
-            scheduling = SchedulingParams("", 0, scheduling.deadline, None, scheduling.time_to_first_token)
+    def _add(self, time: float, request: SimulatedRequest) -> None:
+        request_id = self._num_requests
+        self._num_requests += 1
+        tenant = request.tenant
+        self.study.tenants[tenant].arrived += 1
         self.live[request_id] = request
+        self.queued[tenant].add(request_id)
         try:
             self.scheduler.add(
                 request_id,
-                self._prompt(request.prompt_tokens),
+                (TOKEN,) * request.prompt_tokens,
                 GREEDY,
                 request.stop,
                 DEFAULT_SPECULATION,
-                self.clock(),
-                scheduling=scheduling,
+                time,
+                scheduling=request.scheduling(tenant if self.ours else "", time),
             )
         except (ResourceExhausted, Unavailable, DeadlineExceeded):
-            self._refused(self.live.pop(request_id))
-        except InvalidArgument as error:
-            if error.field != "scheduling.deadline":
-                raise
-            self._refused(self.live.pop(request_id))  # it was over before the step in which it came
-
-    def _prompt(self, length: int) -> tuple[int, ...]:
-        prompt = self._prompts.get(length)
-        if prompt is None:
-            prompt = self._prompts[length] = (0,) * length
-        return prompt
+            self._refused(request_id)
 
     def _step(self, plan: StepPlan) -> None:
         scheduler, study = self.scheduler, self.study
-        result = cut_result(scheduler, self.runner.execute(plan))
+        for admission in plan.admitted:
+            self._left_queue(admission.request_id)
+        self._watch_backlog(all(self.queued.values()))
+        began = self.clock()
+        result = self._cut(self.runner.execute(plan))
         now = self.clock()
+        study.longest_step = max(study.longest_step, now - began)
         for output in scheduler.update(plan, result, now):
             if output.stats is not None:
-                self._finished(self.live.pop(output.request_id), output.stats, now)
+                self._finished(output.request_id, output.stats, now)
         study.steps += 1
         if not study.moments or now >= study.moments[-1].time + self._interval:
             self._look(plan, now)
+
+    def _cut(self, result: StepResult) -> StepResult:
+        """Shorten the runs that reach the end of their completion; there are no other stops."""
+        requests, sequences = self.scheduler.requests, list(result.sequences)
+        for index, sequence in enumerate(sequences):
+            request = requests[sequence.request_id]
+            if request.num_tokens + len(sequence.token_ids) >= request.max_total_tokens:
+                token_ids, finish = cut_run(request, sequence.token_ids, ())
+                sequences[index] = sequence._replace(token_ids=token_ids, finish=finish)
+        return replace(result, sequences=tuple(sequences))
+
+    def _watch_backlog(self, backlogged: bool) -> None:
+        """Books are opened when the last tenant begins to have requests waiting, and closed when one has none."""
+        if backlogged != self._backlogged:
+            self._backlogged = backlogged
+            sign = -1.0 if backlogged else 1.0
+            self.study.backlogged_seconds += sign * self.clock()
+            for name in self.file.tenants:
+                self.study.backlogged[name] += sign * self.accounts.seconds[name]
 
     def _look(self, plan: StepPlan, now: float) -> None:
         decodes = sum(work.samples and work.num_tokens == 1 for work in plan.work)
@@ -206,35 +314,49 @@ class _Simulator:
         moments.append(Moment(now, len(scheduler.running), waiting, depth, scheduler.kv.num_free_blocks))
         if len(moments) >= 2 * SAMPLES:
             del moments[::2]
-            self._interval = 2.0 * now / len(moments) / 2.0
-        if self.file.policy == "ours" and len(list(scheduler.tenants.waiting)) == len(self.file.tenants):
-            accounts = {name: scheduler.tenants[name].charged_seconds for name in self.file.tenants}
-            self.study.backlogged = now, accounts
+            self._interval = now / len(moments)
 
-    def _finished(self, request: SimulatedRequest, stats: RequestStats, now: float) -> None:
+    def _left_queue(self, request_id: int) -> None:
+        """It runs, or has ended, perhaps for the second time."""
+        tenant = self.live[request_id].tenant
+        if request_id in self.queued[tenant]:
+            self.queued[tenant].remove(request_id)
+            self.arrivals.left_queue(tenant)
+
+    def _finished(self, request_id: int, stats: RequestStats, now: float) -> None:
+        request = self.live.pop(request_id)
         figures = self.study.tenants[request.tenant]
         figures.finished += 1
         first = request.time_to_first_token
-        late = (request.deadline is not None and now > request.deadline) or (
+        late = (request.within is not None and stats.total_seconds > request.within) or (
             first is not None and stats.time_to_first_token > first
         )
         figures.in_time += not late
         figures.prompt_tokens += stats.prompt_tokens
         figures.completion_tokens += stats.completion_tokens
         figures.preemptions += stats.preemptions
-        figures.engine_seconds += stats.engine_seconds
         figures.rejected_seconds += stats.rejected_seconds
+        figures.longest_run = max(figures.longest_run, stats.total_seconds - stats.queue_seconds)
         figures.first_token.append(stats.time_to_first_token)
         if stats.completion_tokens > 1:
             after = stats.total_seconds - stats.time_to_first_token
             figures.per_token.append(after / (stats.completion_tokens - 1))
-        if self.progress is not None:
-            self.progress(1)
+        self._ended()
 
-    def _refused(self, request: SimulatedRequest) -> None:
-        self.study.tenants[request.tenant].refused += 1
+    def _refused(self, request_id: int) -> None:
+        self._left_queue(request_id)
+        self.study.tenants[self.live.pop(request_id).tenant].refused += 1
+        self._ended()
+
+    def _ended(self) -> None:
+        self._num_ended += 1
+        if self._num_ended == TOLD_AT_ONCE:
+            self._tell()
+
+    def _tell(self) -> None:
         if self.progress is not None:
-            self.progress(1)
+            self.progress(self._num_ended)
+        self._num_ended = 0
 
 
 def _policy(depth: str, costs: CostModel) -> DepthPolicy:
