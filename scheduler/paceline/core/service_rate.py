@@ -23,6 +23,7 @@ class ServiceRate:
         prompt_seconds: of a step that reads prompts; 0 before the first.
         token_seconds: between two tokens of one completion; 0 before the first.
         completion_tokens: of a request that ended by itself; 0 before the first.
+        used_share: of the tokens that such a request might have had.
     """
 
     def __init__(self, budget: int) -> None:
@@ -34,6 +35,7 @@ class ServiceRate:
         self.prompt_seconds = 0.0
         self.token_seconds = 0.0
         self.completion_tokens = 0.0
+        self.used_share = 0.0
         self._between_ends = 0.0  # seconds
         self._since_end = 0.0
 
@@ -52,8 +54,9 @@ class ServiceRate:
         if emitted:
             self.token_seconds = _mean(self.token_seconds, seconds * decodes / emitted)
 
-    def ended(self, completion_tokens: int) -> None:
-        """A request is done."""
+    def ended(self, completion_tokens: int, max_tokens: int) -> None:
+        """A request is done, with so many of the tokens that it might have had."""
+        self.used_share = _mean(self.used_share, completion_tokens / max_tokens, ENDINGS_DECAY)
         self.completion_tokens = _mean(self.completion_tokens, completion_tokens, ENDINGS_DECAY)
         self._between_ends = _mean(self._between_ends, self._since_end, ENDINGS_DECAY)
         self._since_end = 0.0
@@ -63,13 +66,14 @@ class ServiceRate:
         return -(-prompt_tokens // self._budget) * self.prompt_seconds
 
     def seconds_to_end(self, known_tokens: int, max_tokens: int, emitted: int = 0) -> float:
-        """Of a request that starts now, or again, and is as long as most, or as long as it may be if that is less.
+        """Of a request that starts now, or again, and uses as much as most of what it may have, or is as long as most.
 
         Args:
             known_tokens: to compute first: the prompt, and those `emitted` before.
             max_tokens: that may still come.
         """
-        to_come = min(max_tokens, max(self.completion_tokens - emitted, 0.0))
+        length = max(self.completion_tokens, self.used_share * (emitted + max_tokens))
+        to_come = min(max_tokens, max(length - emitted, 0.0))
         return self.seconds_to_first_token(known_tokens) + self.token_seconds * to_come
 
     def seconds_until_ends(self, count: int) -> float:
