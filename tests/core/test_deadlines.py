@@ -44,12 +44,23 @@ def rate_of(prompt_seconds: float = 1.0, token_seconds: float = 1.0, completion:
 def test_slack_is_what_is_left_before_a_start() -> None:
     """10 prompt tokens take a second; completions have 8 tokens, or as many as they may have, at a second each."""
     deadlines = Deadlines(rate_of(), patience=1000.0)
-    assert deadlines.rank(request_of(), 0) == 1000.0
-    assert deadlines.rank(request_of(deadline=50.0), 0) == pytest.approx(50 - 1 - 8)
-    assert deadlines.rank(request_of(deadline=50.0, max_tokens=3), 0) == pytest.approx(50 - 1 - 3)
-    assert deadlines.rank(request_of(time_to_first_token=5.0, arrival=2.0), 0) == pytest.approx(2 + 5 - 1)
-    assert deadlines.rank(request_of(queue_timeout=3.0), 0) == pytest.approx(3.0)
-    assert deadlines.rank(request_of(deadline=50.0), 2) == pytest.approx(50 - 1 - 8 - 2 * PRIORITY_SECONDS)
+    assert deadlines.rank(request_of(), 0, 5) == 1000.0
+    assert deadlines.rank(request_of(deadline=50.0), 0, 0) == pytest.approx(50 - 1 - 8)
+    assert deadlines.rank(request_of(deadline=50.0, max_tokens=3), 0, 0) == pytest.approx(50 - 1 - 3)
+    assert deadlines.rank(request_of(time_to_first_token=5.0, arrival=2.0), 0, 0) == pytest.approx(2 + 5 - 1)
+    assert deadlines.rank(request_of(queue_timeout=3.0), 0, 0) == pytest.approx(3.0)
+    assert deadlines.rank(request_of(deadline=50.0), 2, 0) == pytest.approx(50 - 1 - 8 - 2 * PRIORITY_SECONDS)
+
+
+def test_in_a_long_queue_the_short_go_first() -> None:
+    """A request counts as if it could wait for as long as it would delay those that wait already."""
+    rate = rate_of()
+    rate.prompt_charge, rate.token_charge, rate.used_share = 0.01, 0.05, 1.0
+    deadlines = Deadlines(rate, patience=1000.0)
+    short, long = request_of(deadline=40.0, max_tokens=8), request_of(deadline=45.0, max_tokens=20)
+    assert deadlines.rank(long, 0, 0) < deadlines.rank(short, 0, 0)
+    assert deadlines.rank(long, 0, 20) > deadlines.rank(short, 0, 20)
+    assert deadlines.rank(short, 0, 20) - deadlines.rank(short, 0, 0) == pytest.approx(20 * (10 * 0.01 + 8 * 0.05))
 
 
 def test_nothing_is_known_before_the_first_step() -> None:
@@ -71,9 +82,9 @@ def test_the_estimate_is_told() -> None:
 def test_rates_are_means() -> None:
     rate = ServiceRate(10)
     for _ in range(20):
-        rate.step((), (), 2.0)
-        rate.step((), (), 3.0)
-        rate.ended(10)
+        rate.step((), (), (), 2.0)
+        rate.step((), (), (), 3.0)
+        rate.ended(10, 20)
     assert rate.completion_tokens == pytest.approx(10)
     assert rate.seconds_until_ends(3) == pytest.approx(15)
     assert rate.seconds_until_ends(1000) == LONGEST_WAIT
@@ -149,7 +160,7 @@ def test_one_slow_step_is_no_reason_to_refuse() -> None:
     rate = ServiceRate(10)
     works, results = (SequenceWork(0, 1, True),), (SequenceResult(0, (1,)),)
     for seconds in (0.05, 60.0, 0.05):
-        rate.step(works, results, seconds)
+        rate.step(works, results, (seconds,), seconds)
     assert rate.token_seconds < 0.06
 
 

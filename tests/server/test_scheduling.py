@@ -57,8 +57,8 @@ def let_steps_take(served: Serving, took: float) -> None:
 
 def let_requests_end_every(served: Serving, gap: float) -> None:
     for _ in range(2):
-        served.scheduler.rate.step((), (), gap)
-        served.scheduler.rate.ended(8)
+        served.scheduler.rate.step((), (), (), gap)
+        served.scheduler.rate.ended(8, 8)
 
 
 async def whole(call: Call) -> list[pb.GenerateResponse]:
@@ -82,7 +82,7 @@ ESTIMATE = r"too late: it would take about \d+\.\d\d s, and (\d+\.\d\d) s are le
 async def busy(served: Serving) -> Call:
     """A request that runs, in steps of 10 s, on a server where requests get 20 tokens."""
     let_steps_take(served, 10.0)
-    served.scheduler.rate.ended(20)
+    served.scheduler.rate.ended(20, 20)
     call = await begun(served, request("0123456789", 30))
     served.runner.allow(5)
     await served.until(lambda: served.engine.engine.totals.steps == 5)

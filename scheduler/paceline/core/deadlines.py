@@ -1,9 +1,9 @@
 """When requests are wanted, which of a tenant's goes first, and which come too late.
 
-Requests wait in order of slack: by the latest moment at which they could start and still be in time. One without a
-deadline counts as if it had to start `patience` after it came, so that it is overtaken by what is urgent and not for
-ever; a priority moves that moment forward. The order of two requests never changes while they wait, and what is older
-comes up in the end.
+Requests wait in order of slack: by the latest moment at which they could start and still be in time; those that would
+delay many others a little later. One without a deadline counts as if it had to start `patience` after it came, so that
+it is overtaken by what is urgent and not for ever; a priority moves that moment forward. The order of two requests
+never changes while they wait, and what is older comes up in the end.
 
 What cannot be in time any more is refused as soon as that is seen, instead of being served first and late.
 """
@@ -33,11 +33,19 @@ class Deadlines:
         self.patience = patience
         self._timers: list[tuple[float, int]] = []  # when to look at which request
 
-    def rank(self, request: Request, priority: int) -> float:
-        """What orders requests of one tenant, lowest first."""
+    def rank(self, request: Request, priority: int, num_waiting: int) -> float:
+        """What orders requests of one tenant, lowest first.
+
+        Args:
+            num_waiting: of the tenant, besides this one. Whoever goes before them delays all of them by what it is
+                charged. For a request that has a time to miss this counts as if it could wait for so long: in a long
+                queue short ones go first, since more of them can be in time.
+        """
         latest = request.arrival + self.patience
-        for moment, seconds in self._moments(request):
-            latest = min(latest, moment - seconds)
+        moments = self._moments(request)
+        if moments:
+            latest = min(latest, *(moment - seconds for moment, seconds in moments))
+            latest += num_waiting * self.rate.charge(len(request.prompt_token_ids), request.max_output_tokens)
         return latest - priority * PRIORITY_SECONDS
 
     def watch(self, request: Request) -> None:

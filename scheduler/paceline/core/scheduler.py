@@ -181,7 +181,7 @@ class Scheduler:
             del request.siblings[request_id]
             raise
         priority = min(scheduling.priority, self.tenants.policy(tenant).max_priority)
-        request.rank = self.deadlines.rank(request, priority)
+        request.rank = self.deadlines.rank(request, priority, len(self.tenants[tenant].queue))
         self.requests[request_id] = request
         self.tenants.push(request)
         self.deadlines.watch(request)
@@ -289,9 +289,9 @@ class Scheduler:
         """
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         self._num_outstanding -= 1
-        self.rate.step(plan.work, result.sequences, result.times.total)
         live = [self.requests.get(work.request_id) for work in plan.work]
         charges = self.speculation.observe(plan, result, live)
+        self.rate.step(plan.work, result.sequences, charges, result.times.total)
         outputs = []
         for work, sequence, request, seconds in zip(plan.work, result.sequences, live, charges, strict=True):
             assert work.request_id == sequence.request_id, (work, sequence)

@@ -24,6 +24,7 @@ class ServiceRate:
         token_seconds: between two tokens of one completion; 0 before the first.
         completion_tokens: of a request that ended by itself; 0 before the first.
         used_share: of the tokens that such a request might have had.
+        prompt_charge, token_charge: engine seconds that a prompt token and a completion token are charged.
     """
 
     def __init__(self, budget: int) -> None:
@@ -36,23 +37,35 @@ class ServiceRate:
         self.token_seconds = 0.0
         self.completion_tokens = 0.0
         self.used_share = 0.0
+        self.prompt_charge = 0.0
+        self.token_charge = 0.0
         self._between_ends = 0.0  # seconds
         self._since_end = 0.0
 
-    def step(self, works: Sequence[SequenceWork], results: Sequence[SequenceResult], seconds: float) -> None:
-        """Learn from a step that took so long."""
+    def step(
+        self,
+        works: Sequence[SequenceWork],
+        results: Sequence[SequenceResult],
+        charges: Sequence[float],
+        seconds: float,
+    ) -> None:
+        """Learn from a step that took so long, and from what each work was charged."""
         self._since_end += seconds
         prompts = decodes = emitted = 0
-        for work, result in zip(works, results, strict=True):
+        of_prompts = 0.0
+        for work, result, charge in zip(works, results, charges, strict=True):
             if work.num_tokens > 1 or not work.samples:
                 prompts += work.num_tokens
+                of_prompts += charge
             else:
                 decodes += 1
                 emitted += len(result.token_ids)
         if prompts:
             self.prompt_seconds = _mean(self.prompt_seconds, seconds)
+            self.prompt_charge = _mean(self.prompt_charge, of_prompts / prompts)
         if emitted:
             self.token_seconds = _mean(self.token_seconds, seconds * decodes / emitted)
+            self.token_charge = _mean(self.token_charge, max(0.0, seconds - of_prompts) / emitted)
 
     def ended(self, completion_tokens: int, max_tokens: int) -> None:
         """A request is done, with so many of the tokens that it might have had."""
@@ -72,9 +85,17 @@ class ServiceRate:
             known_tokens: to compute first: the prompt, and those `emitted` before.
             max_tokens: that may still come.
         """
-        length = max(self.completion_tokens, self.used_share * (emitted + max_tokens))
-        to_come = min(max_tokens, max(length - emitted, 0.0))
+        to_come = self._to_come(max_tokens, emitted)
         return self.seconds_to_first_token(known_tokens) + self.token_seconds * to_come
+
+    def charge(self, prompt_tokens: int, max_tokens: int) -> float:
+        """Engine seconds that a request would be charged."""
+        return prompt_tokens * self.prompt_charge + self._to_come(max_tokens, 0) * self.token_charge
+
+    def _to_come(self, max_tokens: int, emitted: int) -> float:
+        """Tokens of a completion of which so many are emitted and so many may still come."""
+        length = max(self.completion_tokens, self.used_share * (emitted + max_tokens))
+        return min(max_tokens, max(length - emitted, 0.0))
 
     def seconds_until_ends(self, count: int) -> float:
         """Until so many requests have ended, within what anybody should be asked to wait."""
