@@ -222,7 +222,7 @@ def draw(
     name_of: dict[int, str] = {}
     runs: dict[int, list[int]] = defaultdict(list)
     while todo or engine.has_work:
-        while todo and len(engine.scheduler.waiting) < MAX_RUNNING:
+        while todo and engine.scheduler.tenants.num_waiting < MAX_RUNNING:
             name, index = todo.pop()
             name_of[engine.add(FEATURES[name].request(method, index, depth, lowest))] = name
         for output in engine.step():
