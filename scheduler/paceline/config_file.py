@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.core.params import Method, SpeculationBounds
 from paceline.core.tenants import TenantPolicy
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, brief
 
 # Strict: "3" is no number, and true is none either.
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
@@ -124,6 +124,4 @@ class BadFile(InvalidArgument):
 
 
 def _told(location: tuple[int | str, ...], value: object, message: str) -> str:
-    shown = repr(value)
-    key = ".".join(map(str, location))
-    return f"{key} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {message}"
+    return f"{'.'.join(map(str, location))} = {brief(value)}: {message}"

@@ -33,12 +33,15 @@ class InvalidArgument(PacelineError):
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field} = {shown}: must be {allowed}")
+        super().__init__(f"{field} = {brief(value)}: must be {allowed}")
         self.field = field
         self.allowed = allowed
+
+
+def brief(value: object) -> str:
+    """A value as errors show it, cut where it is long."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 class NotFound(PacelineError):

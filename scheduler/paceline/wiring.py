@@ -21,7 +21,7 @@ from paceline.core.depth import FixedDepth
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
-from paceline.core.tenants import ONE_SHARE, TenantPolicy, Tenants
+from paceline.core.tenants import ONE_SHARE, TenantPolicy
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.profile import profile
 from paceline.engine.tokenizer import TransformersTokenizer
@@ -182,7 +182,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         costs = _costs(key, runner, scheduler_config)
         engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=max_depth), costs)
     # After the warm-up, whose requests are no tenant's.
-    engine.scheduler.tenants = Tenants(settings.tenants, settings.default_tenant)
+    engine.scheduler.tenants.set_policies(settings.tenants, settings.default_tenant)
     return engine
 
 
