@@ -94,6 +94,15 @@ def test_rates_are_means() -> None:
 # -- in the scheduler ------------------------------------------------------------------------------------------------
 
 
+def experienced(max_num_seqs: int) -> Shop:
+    """One that knows how long its requests take: 10 tokens, a second each."""
+    shop = Shop(max_num_seqs=max_num_seqs)
+    for _ in range(3):
+        shop.add_for("a", max_tokens=10)
+        shop.drain()
+    return shop
+
+
 def test_the_most_urgent_goes_first() -> None:
     shop = Shop(max_num_seqs=1, patience=500.0)
     shop.add_for("a", max_tokens=3)
@@ -121,10 +130,7 @@ def test_deadlines_do_not_jump_over_other_tenants() -> None:
 
 
 def test_what_can_no_longer_be_met_is_refused_before_it_is_served() -> None:
-    shop = Shop(max_num_seqs=1)
-    for _ in range(3):
-        shop.add_for("a", max_tokens=10)
-        shop.drain()
+    shop = experienced(max_num_seqs=1)
     shop.add_for("a", max_tokens=30)
     shop.step()
     now = shop.now
@@ -139,10 +145,7 @@ def test_what_can_no_longer_be_met_is_refused_before_it_is_served() -> None:
 
 
 def test_what_could_never_be_met_is_not_even_queued() -> None:
-    shop = Shop(max_num_seqs=2)
-    for _ in range(3):
-        shop.add_for("a", max_tokens=10)
-        shop.drain()
+    shop = experienced(max_num_seqs=2)
     shop.add_for("a", max_tokens=10)
     shop.step()
     before = len(shop.requests)

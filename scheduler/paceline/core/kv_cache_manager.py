@@ -30,10 +30,6 @@ class KVCacheManager:
         """How many of these are free."""
         return sum(self.pool.ref_counts[block] == 0 for block in blocks)
 
-    def num_blocks(self, request_id: int) -> int:
-        """Blocks that the request holds."""
-        return len(self._tables.get(request_id, ()))
-
     def capacity(self, request_id: int) -> int:
         """Token positions that the request's blocks hold."""
         return len(self._tables.get(request_id, ())) * self.block_size

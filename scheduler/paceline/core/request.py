@@ -85,7 +85,7 @@ class Request:
         self.methods = methods
         self.method = methods[0] if methods else NO_METHOD
         self.is_example = not params.edits_logits
-        self.limits = {method: speculation.max_depth or 0 for method in methods} if speculation.max_depth else {}
+        self.limits = dict.fromkeys(methods, speculation.max_depth) if speculation.max_depth else {}
         self.scheduling = scheduling
         self.tenant = scheduling.tenant
         self.max_total_tokens = max_total_tokens

@@ -470,7 +470,7 @@ class Scheduler:
         choices = self.speculation.choose(offered, self._load(step), self._slot_price)
         for request, chosen in zip(offered, choices, strict=True):
             share, depth = step.shares[request.request_id], chosen.depth
-            share.scores_ngram = NGRAM in request.methods and not (depth and chosen.method is NGRAM)
+            share.scores_ngram = NGRAM in request.methods
             if not depth:
                 continue
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
@@ -485,7 +485,8 @@ class Scheduler:
             share.depth, share.catch_up = depth, gap
             if depth or gap:
                 share.method = chosen.method
-            share.scores_ngram = NGRAM in request.methods and not (depth and chosen.method is NGRAM)
+            if depth and chosen.method is NGRAM:
+                share.scores_ngram = False  # it is verified
 
     def _load(self, step: StepBuilder) -> StepLoad:
         shares = step.shares.values()
