@@ -5,6 +5,8 @@
     +- NotFound               a name that nothing here has
     +- AlreadyExists          a name that must be new is taken
     +- FailedPrecondition     known, but not enabled or not supported here
+    +- Unauthenticated        no credential, or none that is known
+    +- PermissionDenied       the credential does not allow it
     +- ResourceExhausted      it can never fit, or a quota is used up
     +- Unavailable            not now: draining, full, still loading
     +- DeadlineExceeded       the caller's time ran out
@@ -54,6 +56,14 @@ class AlreadyExists(PacelineError):
 
 class FailedPrecondition(PacelineError):
     """Known, but not enabled or not supported by this server."""
+
+
+class Unauthenticated(PacelineError):
+    """No credential, or none that is known here."""
+
+
+class PermissionDenied(PacelineError):
+    """The credential is known, and does not allow it."""
 
 
 class _ComeAgain(Exception):

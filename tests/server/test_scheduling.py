@@ -95,7 +95,7 @@ async def test_what_cannot_be_in_time_is_refused_at_once(serving: Serving) -> No
     assert error.code() is DEADLINE
     told = re.fullmatch(ESTIMATE, error.details() or "")
     assert told
-    assert 0.0 < float(told[1]) <= 30.0
+    assert 0.0 < float(told[1]) <= 31.0, "gRPC rounds timeouts up, to three digits"
     assert serving.engine.num_live == 2
     calls.append(await begun(serving, request("in time", max_tokens=20), timeout=3600.0))
     calls.append(await begun(serving, request("whenever", max_tokens=20)))

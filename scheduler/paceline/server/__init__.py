@@ -1,6 +1,6 @@
 """gRPC in front of the engine."""
 
 from paceline.server.app import GrpcServer, run_server
-from paceline.server.service import SERVICE_NAME, GenerationService
+from paceline.server.generation import SERVICE_NAME, GenerationService
 
 __all__ = ["SERVICE_NAME", "GenerationService", "GrpcServer", "run_server"]

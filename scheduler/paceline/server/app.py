@@ -15,8 +15,11 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.engine import AsyncEngine, Engine, forward_worker
 from paceline.errors import EngineDead, PacelineError
+from paceline.server.calls import Calls, Gate, OpenGate
+from paceline.server.generation import SERVICE_NAME, GenerationService
 from paceline.server.health import Health
-from paceline.server.service import SERVICE_NAME, GenerationService
+from paceline.server.live import LiveGenerations
+from paceline.v1 import generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +50,22 @@ class GrpcServer:
     """Generation, health and reflection on one port. To be made on the event loop that runs it.
 
     Answers from `start` on; generates from `open` on, and health says so.
+
+    Args:
+        gate: who may call what; by default everybody everything.
+
+    Attributes:
+        live: the generations that have not ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gate: Gate | None = None) -> None:
         self._engine: AsyncEngine | None = None
-        self._service = GenerationService()
+        self.live = LiveGenerations()
+        self._service = GenerationService(self.live)
         self._health = Health([SERVICE_NAME])
-        self._server = grpc.aio.server(handlers=[self._service.handler()], options=OPTIONS)
+        self._calls = Calls(gate or OpenGate())
+        self._server = grpc.aio.server(interceptors=[self._calls], options=OPTIONS)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._service, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

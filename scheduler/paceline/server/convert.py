@@ -5,7 +5,6 @@ Presence decides everywhere: a field that is unset means the model's default, 0 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -31,6 +30,7 @@ from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
 from paceline.engine import ChatMessage, Delta, GenerationRequest, Prompt
 from paceline.errors import FailedPrecondition, InvalidArgument
+from paceline.server.calls import NAME
 from paceline.v1 import generation_pb2 as pb
 
 # Fields of a request that this server knows and cannot honour yet. Setting one is an error that names it; a feature
@@ -43,9 +43,6 @@ UNSUPPORTED: Final = frozenset(
 
 # Each message is looked at by itself, on the event loop.
 MAX_CHAT_MESSAGES: Final = 1 << 14
-
-# Of requests and tenants. No blanks: they would not survive the trip through HTTP headers at either end of an id.
-NAME: Final = re.compile(r"[!-~]{1,128}")
 
 METHODS: Final[dict[int, Method | None]] = {
     pb.SPECULATION_MODE_UNSPECIFIED: None,

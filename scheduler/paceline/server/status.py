@@ -39,6 +39,8 @@ STATUS_RULES: Final[dict[type[errors.PacelineError], StatusRule]] = {
     errors.NotFound: StatusRule(grpc.StatusCode.NOT_FOUND, "NOT_FOUND"),
     errors.AlreadyExists: StatusRule(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"),
     errors.FailedPrecondition: StatusRule(grpc.StatusCode.FAILED_PRECONDITION, "FEATURE_NOT_ENABLED"),
+    errors.Unauthenticated: StatusRule(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    errors.PermissionDenied: StatusRule(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"),
     errors.ResourceExhausted: StatusRule(grpc.StatusCode.RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED", NEVER),
     errors.Unavailable: StatusRule(grpc.StatusCode.UNAVAILABLE, "TRY_AGAIN", 500),
     errors.DeadlineExceeded: StatusRule(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
