@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from paceline import compiled
 from paceline.core.cost_model import CostModel, Error, StepShape
 from paceline.core.params import SamplingParams, StopParams
 from paceline.engine import Engine, GenerationRequest
@@ -105,7 +106,7 @@ def examine(quick: bool = False, model: str | None = None, draft: str = "none") 
         PacelineError: whatever `build_engine` refuses.
     """
     missing = _native_obstacle()
-    report = Report([*_machine(), *_compiler(), *_torch(), *_backend(missing)])
+    report = Report([*_machine(), *_compiler(), *_torch(), *_backend(missing), _scheduler()])
     if missing is None and not quick:
         report.measured = _measure()
     if model is not None:
@@ -215,6 +216,12 @@ def _native_obstacle() -> str | None:
     """Why there is no native backend here, if there is none. Compiles and loads every library."""
     sampling.available()
     return decoder.available() or ceilings.available()
+
+
+def _scheduler() -> Fact:
+    if compiled.is_compiled():
+        return Fact("scheduler", "compiled")
+    return Fact("scheduler", "interpreted", "it takes twice the time; to compile it: python -m paceline.compiled")
 
 
 def _backend(missing: str | None) -> list[Fact]:

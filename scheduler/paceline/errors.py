@@ -8,21 +8,64 @@
     +- Unauthenticated        no credential, or none that is known
     +- PermissionDenied       the credential does not allow it
     +- ResourceExhausted      it can never fit, or a quota is used up
+    |  +- QuotaExceeded       the quota is a tenant's
     +- Unavailable            not now: draining, full, still loading
+    |  +- QueueTimeout        it waited for as long as it wanted to wait
     +- DeadlineExceeded       the caller's time ran out
     +- Cancelled              the caller, or somebody for the caller, gave up
     +- ModelLoadError         a checkpoint that cannot be served
     +- EngineDead             the engine failed; every live request ends with this
 
 This module imports nothing of ours, so that every part, the pure core included, may raise from one tree.
-`server/status.py` maps it to gRPC codes, in one table.
+`server/status.py` maps it to gRPC codes, in one table with a row for each `Reason`.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum, auto
+
+
+class Reason(StrEnum):
+    """What went wrong, as programs read it: names never change. `docs/errors.md` says what a client does about each."""
+
+    @staticmethod
+    def _generate_next_value_(name: str, start: int, count: int, last_values: list[str]) -> str:
+        return name
+
+    INVALID_FIELD = auto()
+    SAMPLING_PARAM_OUT_OF_RANGE = auto()
+    INVALID_TOKEN_ID = auto()
+    PROMPT_TOO_LONG = auto()
+    TOO_MANY_STOP_STRINGS = auto()
+    MALFORMED_REQUEST = auto()
+    NOT_FOUND = auto()
+    DUPLICATE_REQUEST_ID = auto()
+    FEATURE_NOT_ENABLED = auto()
+    UNAUTHENTICATED = auto()
+    PERMISSION_DENIED = auto()
+    TENANT_QUOTA_EXCEEDED = auto()
+    EXCEEDS_KV_CACHE = auto()
+    SLOW_CONSUMER = auto()
+    RESOURCE_EXHAUSTED = auto()
+    MODEL_LOADING = auto()
+    QUEUE_FULL = auto()
+    QUEUE_TIMEOUT = auto()
+    DRAINING = auto()
+    ENGINE_LOST = auto()
+    UNAVAILABLE = auto()
+    DEADLINE_EXCEEDED = auto()
+    CANCELLED = auto()
+    INTERNAL = auto()
+
 
 class PacelineError(Exception):
-    """Base of the tree. `str(error)` is safe to show to a client."""
+    """Base of the tree. `str(error)` is safe to show to a client.
+
+    Attributes:
+        reason: a `Reason`: the class's, unless whoever raises the error knows better.
+    """
+
+    reason: str = Reason.INTERNAL
 
 
 class InvalidArgument(PacelineError):
@@ -34,10 +77,15 @@ class InvalidArgument(PacelineError):
         allowed: what would have been accepted, in words.
     """
 
-    def __init__(self, field: str, value: object, allowed: str) -> None:
+    reason = Reason.INVALID_FIELD
+
+    def __init__(self, field: str, value: object, allowed: str, *, reason: Reason | None = None) -> None:
         super().__init__(f"{field} = {brief(value)}: must be {allowed}")
         self.field = field
         self.allowed = allowed
+        if reason is None and field.startswith("sampling."):
+            reason = Reason.SAMPLING_PARAM_OUT_OF_RANGE
+        self.reason = reason or type(self).reason
 
 
 def brief(value: object) -> str:
@@ -47,49 +95,104 @@ def brief(value: object) -> str:
 
 
 class NotFound(PacelineError):
-    """A name that nothing here has."""
+    """A name that nothing here has.
+
+    Args:
+        kind: of the thing that was asked for, such as "model"; "" if the message says it all.
+        name: of the thing.
+    """
+
+    reason = Reason.NOT_FOUND
+
+    def __init__(self, message: str, *, kind: str = "", name: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.name = name
 
 
 class AlreadyExists(PacelineError):
     """A name that must be new is taken."""
 
+    reason = Reason.DUPLICATE_REQUEST_ID
+
 
 class FailedPrecondition(PacelineError):
     """Known, but not enabled or not supported by this server."""
+
+    reason = Reason.FEATURE_NOT_ENABLED
 
 
 class Unauthenticated(PacelineError):
     """No credential, or none that is known here."""
 
+    reason = Reason.UNAUTHENTICATED
+
 
 class PermissionDenied(PacelineError):
     """The credential is known, and does not allow it."""
 
+    reason = Reason.PERMISSION_DENIED
 
-class _ComeAgain(Exception):
+
+class _ComeAgain(PacelineError):
     """Args:
     retry_after: seconds after which a retry may succeed, if that can be told.
     """
 
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
+    def __init__(self, message: str, retry_after: float | None = None, *, reason: Reason | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.reason = reason or type(self).reason
 
 
-class ResourceExhausted(_ComeAgain, PacelineError):
+class ResourceExhausted(_ComeAgain):
     """It can never fit, or a quota is used up; in the second case it tells when to come again."""
 
+    reason = Reason.RESOURCE_EXHAUSTED
 
-class Unavailable(_ComeAgain, PacelineError):
+
+class QuotaExceeded(ResourceExhausted):
+    """A tenant has, or asks for, more than its operator grants it. Others are not concerned.
+
+    Args:
+        tenant: whose quota it is.
+        limit: its name in a tenants file, `max_queued`.
+        granted: what the limit allows.
+    """
+
+    reason = Reason.TENANT_QUOTA_EXCEEDED
+
+    def __init__(
+        self, message: str, retry_after: float | None = None, *, tenant: str, limit: str, granted: int
+    ) -> None:
+        super().__init__(message, retry_after)
+        self.tenant = tenant
+        self.limit = limit
+        self.granted = granted
+
+
+class Unavailable(_ComeAgain):
     """Not now: draining, full or still loading. Worth a retry."""
+
+    reason = Reason.UNAVAILABLE
+
+
+class QueueTimeout(Unavailable):
+    """It was not admitted within the time for which it wanted to wait."""
+
+    reason = Reason.QUEUE_TIMEOUT
 
 
 class DeadlineExceeded(PacelineError):
     """The caller's time ran out."""
 
+    reason = Reason.DEADLINE_EXCEEDED
+
 
 class Cancelled(PacelineError):
     """The caller, or somebody for the caller, gave up."""
+
+    reason = Reason.CANCELLED
 
 
 class ModelLoadError(PacelineError):
@@ -98,3 +201,5 @@ class ModelLoadError(PacelineError):
 
 class EngineDead(PacelineError):
     """The engine failed; every live request ends with this."""
+
+    reason = Reason.ENGINE_LOST

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.acceptance import PRIOR_RATE, AcceptanceModel, Residual
+from paceline.core.acceptance import NGRAM_TRAITS, PRIOR_RATE, AcceptanceModel, Residual
 
 Rates = Sequence[float]  # conditional acceptance by position
 Rule = Callable[[list[int]], int]  # numbers of accepted drafts so far -> the next depth
@@ -224,14 +224,29 @@ class TestLevels:
         assert [model.survivals(tenant, Residual(), 8) for tenant in ("a", "new")] == before
         assert rate(model, "a", request) < 0.3
 
-    def test_the_tenant_that_was_longest_unobserved_is_forgotten(self) -> None:
+    def test_the_tenants_of_which_least_is_known_are_forgotten(self) -> None:
         model = AcceptanceModel(max_tenants=2)
-        for tenant in ("a", "b", "a", "c"):
-            serve(model, tenant, 0.2, requests=3)
+        for tenant, requests in (("a", 6), ("b", 3), ("c", 3)):
+            serve(model, tenant, 0.2, requests=requests)
         stranger = rate(model, "new", Residual())
         assert rate(model, "b", Residual()) == stranger
         assert rate(model, "a", Residual()) < stranger
         assert rate(model, "c", Residual()) < stranger
+
+
+class TestMany:
+    @pytest.mark.parametrize("count", [1, 7, 8, 40])
+    def test_many_at_once_are_what_each_is(self, count: int) -> None:
+        """Of known and unknown tenants and requests, to depths that were reached and deeper ones."""
+        model, rng = AcceptanceModel(NGRAM_TRAITS), np.random.default_rng(4)
+        asked = []
+        for number in range(count):
+            tenant = "abc"[number % 3]
+            request = train(model, tenant, rng.random(), steps=int(rng.integers(5)), seed=number, depth=3)
+            asked.append(("never seen" if number == 5 else tenant, request, int(rng.integers(1, 9))))
+        for found, one in zip(model.survivals_of(asked), asked, strict=True):
+            assert found == pytest.approx(model.survivals(*one), rel=1e-12)
+            assert len(found) == one[2]
 
 
 class TestTime:
@@ -261,7 +276,7 @@ class TestTime:
         known = doubt(request)
         assert known < 0.5 * unknown
         for _ in range(300):
-            model.age(request)
+            request.age()
         assert doubt(request) == pytest.approx(unknown, abs=0.01)
 
     def test_a_request_that_drafts_no_more_comes_back_to_its_tenants_rate(self) -> None:
@@ -271,7 +286,7 @@ class TestTime:
         mean, hopeful = [rate(model, "a", request)], model.survivals("a", request, 4, optimism=1.0)
         assert mean[0] < 0.2
         for _ in range(200):
-            model.age(request)
+            request.age()
             mean.append(rate(model, "a", request))
             now = model.survivals("a", request, 4, optimism=1.0)
             assert all(later > earlier for later, earlier in zip(now, hopeful, strict=True))
@@ -314,7 +329,7 @@ def test_survivals_are_a_chain_of_probabilities_and_a_function_of_history(
         for tenant, number, reached, shared, aged in history:
             model.observe(tenant, requests[number], reached, shared)
             if aged:
-                model.age(requests[number])
+                requests[number].age()
         return [model.survivals(tenant, r, 12, optimism) for tenant in "abc" for r in requests]
 
     survivals = replay()

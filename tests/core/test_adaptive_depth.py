@@ -21,17 +21,8 @@ from paceline.core.adaptive_depth import (
     AdaptiveDepth,
 )
 from paceline.core.cost_model import StepKind, StepShape
-from paceline.core.depth import (
-    NOTHING,
-    Chosen,
-    DepthCandidate,
-    DepthPolicy,
-    FixedDepth,
-    Offer,
-    Outcome,
-    StepLoad,
-    choose_depths,
-)
+from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, Outcome, StepLoad
+from paceline.core.depth_policy import DepthPolicy, FixedDepth, choose_depths
 from paceline.core.params import Method
 
 MODEL, NGRAM = Method.DRAFT_MODEL, Method.NGRAM
@@ -88,6 +79,12 @@ def candidate(
     return DepthCandidate(request_id, (offer,), lowest, highest, without)
 
 
+def changed(candidate: DepthCandidate, **changes: object) -> DepthCandidate:
+    """Another candidate, which differs in these."""
+    names = ("request_id", "offers", "lowest", "highest", "steps_without_drafts")
+    return DepthCandidate(**{name: changes.get(name, getattr(candidate, name)) for name in names})  # type: ignore[arg-type]
+
+
 def load_of(candidates: Sequence[DepthCandidate], prompts: int = 0, budget: int = 1000) -> StepLoad:
     return StepLoad(len(candidates) + prompts, 0, len(candidates), budget)
 
@@ -101,11 +98,13 @@ def ask(
     policy: DepthPolicy, candidates: Sequence[DepthCandidate], load: StepLoad, slot_price: float = 0.0
 ) -> list[Chosen]:
     """As a step does."""
-    by_id = {one.request_id: one for one in candidates}
-    highest = {
-        i: {offer.method: min(one.highest, len(offer.survivals)) for offer in one.offers} for i, one in by_id.items()
-    }
-    return choose_depths(policy, load, highest, by_id.__getitem__, slot_price=slot_price)
+    ids = [one.request_id for one in candidates]
+    highest = [{offer.method: min(one.highest, len(offer.survivals)) for offer in one.offers} for one in candidates]
+
+    def at(indices: Sequence[int]) -> list[DepthCandidate]:
+        return [candidates[index] for index in indices]
+
+    return choose_depths(policy, load, ids, highest, at, slot_price=slot_price)
 
 
 def shape_of(candidates: Sequence[DepthCandidate], chosen: Sequence[Chosen], load: StepLoad) -> StepShape:
@@ -275,7 +274,7 @@ def test_no_slot_at_a_high_price() -> None:
     assert choose(policy, *candidates) == [8] * 4
     assert choose(policy, *candidates, slot_price=2.01) == [0] * 4
     for without in range(1, 200):
-        idle = [replace(one, steps_without_drafts=without) for one in candidates]
+        idle = [changed(one, steps_without_drafts=without) for one in candidates]
         assert choose(policy, *idle, slot_price=1e9) == [0] * 4
 
 
@@ -391,11 +390,11 @@ def test_a_decision_stands_for_some_steps_and_new_requests_join_it() -> None:
     good, bad = candidate(0.9, 1), candidate(0.05, 2)
     others = [candidate(0.9, 10 + i) for i in range(8)]
     (first, *_) = choose(policy, good, *others)
-    assert choose(policy, replace(good, offers=bad.offers), *others)[0] == first
-    newcomer, clipped = choose(policy, candidate(0.05, 3), replace(good, highest=2), *others[1:])[:2]
+    assert choose(policy, changed(good, offers=bad.offers), *others)[0] == first
+    newcomer, clipped = choose(policy, candidate(0.05, 3), changed(good, highest=2), *others[1:])[:2]
     assert (newcomer, clipped) == (0, 2)
     assert choose(policy, candidate(0.9, 4), *others)[0] == first
-    assert choose(policy, replace(good, offers=bad.offers), *others)[0] == 0, "the next decision"
+    assert choose(policy, changed(good, offers=bad.offers), *others)[0] == 0, "the next decision"
 
 
 def test_those_who_join_do_not_take_more_than_there_is() -> None:
@@ -405,7 +404,7 @@ def test_those_who_join_do_not_take_more_than_there_is() -> None:
     assert sum(choose(policy, candidate(0.9, 16), *candidates, budget=130)) == 130
 
 
-@pytest.mark.parametrize("after", ["prompts", "requests", "price"])
+@pytest.mark.parametrize("after", ["prompts", "few prompts", "requests", "price"])
 def test_another_load_is_decided_for_at_once(after: str) -> None:
     costs = Costs(lambda rows: 1.0 if rows <= 9 else 1.0 + 2.0 * (rows - 9))
     policy = adaptive(costs)
@@ -413,10 +412,20 @@ def test_another_load_is_decided_for_at_once(after: str) -> None:
     assert choose(policy, one) == [8]
     if after == "prompts":
         assert ask(policy, [one], load_of([one], prompts=9))[0].depth == 0
+    elif after == "few prompts":
+        assert ask(policy, [one], load_of([one], prompts=4))[0].depth == 4
     elif after == "requests":
         assert max(choose(policy, *(candidate(0.9, i) for i in range(10)))) == 0
     else:
         assert choose(policy, one, slot_price=2.0) == [0]
+
+
+def test_prompts_that_do_not_change_what_a_slot_costs_are_no_other_load() -> None:
+    policy = adaptive(Costs(lambda rows: 1.0 + 0.001 * rows))
+    good, others = candidate(0.9, 1), [candidate(0.9, 10 + i) for i in range(8)]
+    (first, *_) = choose(policy, good, *others)
+    worse = [changed(good, offers=candidate(0.05, 2).offers), *others]
+    assert ask(policy, worse, load_of(worse, prompts=500))[0].depth == first > 0
 
 
 def test_depth_does_not_flap_between_choices_that_are_nearly_as_good() -> None:

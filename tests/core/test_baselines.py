@@ -6,7 +6,8 @@ import pytest
 
 from paceline.core.baselines import BASELINES
 from paceline.core.cost_model import StepShape
-from paceline.core.depth import DepthCandidate, DepthPolicy, Offer, Outcome, StepLoad
+from paceline.core.depth import DepthCandidate, Offer, Outcome, StepLoad
+from paceline.core.depth_policy import DepthPolicy
 from paceline.core.params import Method
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from core.harness import GREEDY, Harness, prompt_of
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import FixedDepth
+from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import Method, SchedulingParams, SpeculationBounds, SpeculationParams, StopParams
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler

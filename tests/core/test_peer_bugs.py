@@ -11,7 +11,7 @@ import pytest
 from core.harness import GREEDY, CyclingDepth, Harness, always, never, percent_right, rows_of
 from paceline.core.acceptance import Residual
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import FixedDepth
+from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import (
     Constraints,
     LogprobsParams,

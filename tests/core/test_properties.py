@@ -18,7 +18,7 @@ from core.harness import CyclingDepth, Harness, percent_right, prompt_of
 from core.workload import costs
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import PrefixScope, SchedulerConfig
-from paceline.core.depth import DepthPolicy, FixedDepth
+from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.params import ANYBODY, Method, SchedulingParams
 from paceline.core.plan import StepTimes
 from paceline.core.request import Request

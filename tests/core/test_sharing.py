@@ -10,7 +10,7 @@ import pytest
 from core.harness import Harness, always, never, percent_right, prompt_of
 from core.test_scheduler import both_lags, harness_of, rows
 from paceline.core.config import PrefixScope, SchedulerConfig
-from paceline.core.depth import FixedDepth
+from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import Method
 from paceline.core.plan import FinishReason
 from paceline.core.request import RequestStatus

@@ -7,7 +7,7 @@ import pytest
 from core.harness import Harness
 from core.test_speculation import costs
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import FixedDepth
+from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import SchedulingParams
 from paceline.core.plan import StepPlan
 from paceline.core.request import Request

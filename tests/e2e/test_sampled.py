@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import paceline_kernels as ops
-from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, Outcome, StepLoad, within_bounds
+from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad, within_bounds
+from paceline.core.depth_policy import DepthPolicy
 from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.core.params import Constraints, Method, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import SequenceWork

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from paceline.bench.policy import ADAPTIVE, Score, measure, missed, parse_rates, parse_ratios, plot, render, to_json
-from paceline.core.acceptance import AcceptanceModel, Residual
+from paceline.core.acceptance import Residual
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, FixedDepth, Outcome, StepLoad
+from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad
+from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.params import Method
 from paceline.errors import InvalidArgument
 from paceline.sim.control import Population, best_stationary, roofline, simulate_control
@@ -51,20 +52,19 @@ class Script(DepthPolicy):
 
 
 @dataclass
-class Notes(AcceptanceModel):
-    """Remembers what it is shown, and says that every draft is a coin."""
+class Notes:
+    """Stands in for an AcceptanceModel: remembers what it is shown, and says that every draft is a coin."""
 
     observed: list[list[float]] = field(default_factory=list)
-    aged: int = 0
+    known: list[float] = field(default_factory=list)  # of the request, whenever somebody asks
 
     def survivals(self, tenant: str, request: Residual, depth: int, optimism: float = 0.0) -> list[float]:
+        self.known.append(request.information)
         return [0.5**j for j in range(1, depth + 1)]
 
     def observe(self, tenant: str, request: Residual, reached: Sequence[float], shared: bool = True) -> None:
         self.observed.append(list(reached))
-
-    def age(self, request: Residual) -> None:
-        self.aged += 1
+        request.information = 1.0
 
 
 @pytest.mark.parametrize(("size", "rate", "depth"), [(1, 0.8, 4), (6, 0.5, 1), (6, 0.9, 3), (3, 0.7, 0)])
@@ -99,10 +99,11 @@ def test_only_reached_positions_are_shown() -> None:
     """The second draft is rejected, so the third is not reached, though it would have been accepted."""
     notes = Notes()
     policy = Script([4, 1, 0])
-    simulate_control(Population(1, ((1.0, 0.0, 1.0, 1.0),)), COSTS, policy, 3, notes)
-    assert notes.observed == [[1.0, 0.0], [1.0]]
-    assert notes.aged == 1
-    assert [outcome.drafts for outcome in policy.outcomes] == [((0, 4, 1),), ((0, 1, 1),), ((0, 0, 0),)]
+    simulate_control(Population(1, ((1.0, 0.0, 1.0, 1.0),)), COSTS, policy, 4, notes)
+    assert notes.observed == [[1.0, 0.0], [1.0], [1.0, 0.0]]
+    assert notes.known[:3] == [0.0, 1.0, 1.0]
+    assert 0.0 < notes.known[3] < 1.0, "what is not observed ages"
+    assert [outcome.drafts for outcome in policy.outcomes] == [((0, 4, 1),), ((0, 1, 1),), ((0, 0, 0),), ((0, 4, 1),)]
     assert list(policy.seen[0][0].offers[0].survivals) == [0.5, 0.25, 0.125, 0.0625]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import FixedDepth
+from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import Method, SpeculationParams, StopParams
 from paceline.core.plan import SequenceWork, StepPlan
 from paceline.core.scheduler import Scheduler

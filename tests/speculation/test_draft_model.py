@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 import paceline_kernels as ops
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, StepLoad, within_bounds
+from paceline.core.depth import Chosen, DepthCandidate, StepLoad, within_bounds
+from paceline.core.depth_policy import DepthPolicy
 from paceline.core.params import (
     Constraints,
     Method,

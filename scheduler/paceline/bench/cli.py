@@ -422,10 +422,12 @@ def core(
 
     from paceline.bench.core import measure_core, merge, render_core
     from paceline.bench.throughput import parse_sizes
+    from paceline.compiled import is_compiled
 
     sizes = parse_sizes(waiting)
     measured = {size: [measure_core(running, size, tenants, steps) for _ in range(rounds)] for size in sizes}
     times = [merge(of_size) for of_size in measured.values()]
-    render_core(times, title=f"{running} running, {tenants} tenants")
+    how = "compiled" if is_compiled() else "interpreted"
+    render_core(times, title=f"{running} running, {tenants} tenants, {how}")
     if json_out is not None:
         json_out.write_text(json.dumps([asdict(one) for one in times], indent=2) + "\n")

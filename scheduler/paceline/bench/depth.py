@@ -27,7 +27,7 @@ from paceline.bench import trim
 from paceline.bench.report import FILE_WIDTH
 from paceline.bench.throughput import AUTO, OFF
 from paceline.core.baselines import BASELINES
-from paceline.core.depth import DepthPolicy
+from paceline.core.depth_policy import DepthPolicy
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_counts import SpeculationCounts

@@ -19,7 +19,7 @@ from paceline.core.acceptance import AcceptanceModel
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.baselines import BASELINES
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import DepthPolicy, FixedDepth
+from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.errors import InvalidArgument
 from paceline.sim.control import Population, best_stationary, roofline, simulate_control
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, Outcome, StepLoad, within_bounds
+from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad, within_bounds
+from paceline.core.depth_policy import DepthPolicy
 from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence as Mirror
 from paceline.engine import Engine

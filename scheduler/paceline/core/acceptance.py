@@ -17,6 +17,7 @@ MAX_TENANTS: Final = 4096  # of which a model keeps what it learned
 _LOWEST, _HIGHEST = log(0.01 / 0.99), log(0.995 / 0.005)  # log-odds: there is always something left to learn
 _AGE_DECAY: Final = 0.98  # per decode step without drafts: half is forgotten after 34
 _COMPARED_AT_ONCE: Final = 1024  # labels
+_FEW: Final = 8  # requests, for which arrays would be slower
 
 
 class Level(NamedTuple):
@@ -35,6 +36,7 @@ class Level(NamedTuple):
 # the log loss by about 1 % at most, on simulated requests and on recorded ones.
 _TENANT: Final = Level(decay=0.998, prior=2.0)
 _POSITION: Final = Level(decay=0.9998, prior=2.0)
+_POSITION_DECAY, _POSITION_PRIOR = _POSITION
 
 
 class Traits(NamedTuple):
@@ -67,6 +69,14 @@ class Residual:
     shift: float = 0.0
     information: float = 0.0
 
+    def age(self) -> None:
+        """A decode step in which the request drafted nothing: it returns to its tenant's rate, less and less certain.
+
+        So a request that stopped drafting takes it up again by itself.
+        """
+        self.information *= _AGE_DECAY
+        self.shift *= _AGE_DECAY
+
 
 class AcceptanceModel:
     """What is known of one drafter under one verification rule.
@@ -97,10 +107,11 @@ class AcceptanceModel:
         self._prior, *later = (log(rate / (1.0 - rate)) for rate in traits.rates)
         # Of those with a prior and of the reached ones, in order: without gaps, as drafts are verified.
         self._positions = [Residual(), *(Residual(log_odds - self._prior) for log_odds in later)]
-        self._tenants: dict[str, Residual] = {}  # the least recently observed first
+        self._tenants: dict[str, Residual] = {}
         self._max_tenants = max_tenants
         self._calibration = Calibration()
-        self._told: list[tuple[int, float, float]] = []  # position, rate and label, not yet in the calibration
+        # Not yet in the calibration: of each reached draft its position, the rate that was told, and the label.
+        self._told: tuple[list[int], list[float], list[float]] = [], [], []
 
     @property
     def calibration(self) -> Calibration:
@@ -128,6 +139,20 @@ class AcceptanceModel:
             survivals.append(survival)
         return survivals
 
+    def survivals_of(self, asked: Sequence[tuple[str, Residual, int]]) -> list[list[float]]:
+        """`survivals` of many: of each tenant, request and depth."""
+        if len(asked) < _FEW:
+            return [self.survivals(*one) for one in asked]
+        depths = [depth for _, _, depth in asked]
+        shifts = np.array([position.shift for position in self._positions[: max(depths)]])
+        log_odds = np.array([self._log_odds(tenant, request) for tenant, request, _ in asked])[:, None] + shifts
+        rates = 1.0 / (1.0 + np.exp(-np.clip(log_odds, _LOWEST, _HIGHEST)))  # [requests, positions]
+        unknown = max(depths) - rates.shape[1]
+        if unknown > 0:
+            rates = np.concatenate([rates, np.repeat(rates[:, -1:], unknown, axis=1)], axis=1)
+        rows = np.cumprod(rates, axis=1).tolist()
+        return [row[:depth] for row, depth in zip(rows, depths, strict=True)]
+
     @property
     def is_observed(self) -> bool:
         """Somebody's drafts were."""
@@ -150,54 +175,54 @@ class AcceptanceModel:
         """
         if not reached:
             return
-        positions, told, prior = self._positions, self._told, self._of_request.prior
-        position_decay, position_prior = _POSITION.decay, _POSITION.prior
         # All errors are those of the rates before the step, which is what `survivals` predicts: deep positions are
         # reached in easy steps, and a request that learned within the step would take the credit for that. Lengths of
         # steps, though, may depend only on what was known before the label: else runs of ones, which bring more
         # information than a first zero, would count for less. All in one loop, since every verified draft passes it.
-        of_tenant = self._touch(tenant) if shared else self._tenants.get(tenant) or Residual()
-        log_odds = self._prior + request.shift + of_tenant.shift
-        unexplained = prior / (request.information + prior)
-        shift, known = request.shift, self._of_request.decay * request.information
-        if shared:
-            tenant_shift, tenant_known = of_tenant.shift, _TENANT.decay * of_tenant.information
-            while len(positions) < len(reached):
-                positions.append(self._position(len(positions)))
-        for index, label in enumerate(reached):
-            position = positions[index] if index < len(positions) else self._position(index)
+        prior, of_tenant = self._of_request.prior, self._tenants.get(tenant)
+        if of_tenant is None:
+            of_tenant = self._join(tenant) if shared else Residual()
+        shift, information = request.shift, request.information
+        log_odds = self._prior + shift + of_tenant.shift
+        unexplained = prior / (information + prior)
+        known = self._of_request.decay * information + prior
+        tenant_shift, tenant_known = of_tenant.shift, _TENANT.decay * of_tenant.information + _TENANT.prior
+        positions, (told_positions, rates, labels), index = self._positions, self._told, 0
+        for label in reached:
+            if index < len(positions):
+                position = positions[index]
+            else:
+                position = self._position(index)
+                if shared:
+                    positions.append(position)
             odds = log_odds + position.shift
             rate = 1.0 / (1.0 + exp(-(_LOWEST if odds < _LOWEST else _HIGHEST if odds > _HIGHEST else odds)))
-            error, information = label - rate, rate * (1.0 - rate)
-            told.append((index, rate, label))
-            known += information
-            shift += error / (known + prior)
+            rates.append(rate)
+            error, news = label - rate, rate * (1.0 - rate)
+            known += news
+            shift += error / known
             if shared:
-                position.information = of_position = position_decay * position.information + information
-                odds = position.shift + error / (of_position + position_prior)
+                position.information = of_position = _POSITION_DECAY * position.information + news
+                odds = position.shift + error / (of_position + _POSITION_PRIOR)
                 position.shift = _LOWEST if odds < _LOWEST else _HIGHEST if odds > _HIGHEST else odds
-                tenant_known += unexplained**2 * information
-                tenant_shift += unexplained * error / (tenant_known + _TENANT.prior)
-        request.shift, request.information = _bounded(shift), known
+                tenant_known += unexplained * unexplained * news
+                tenant_shift += unexplained * error / tenant_known
+            index += 1
+        request.shift = _LOWEST if shift < _LOWEST else _HIGHEST if shift > _HIGHEST else shift
+        request.information = known - prior
         if shared:
-            of_tenant.shift, of_tenant.information = _bounded(tenant_shift), tenant_known
-        if len(told) >= _COMPARED_AT_ONCE:
+            of_tenant.shift, of_tenant.information = _bounded(tenant_shift), tenant_known - _TENANT.prior
+        told_positions.extend(range(index))
+        labels.extend(reached)
+        if len(rates) >= _COMPARED_AT_ONCE:
             self._compare()
-
-    def age(self, request: Residual) -> None:
-        """A decode step in which the request drafted nothing: it returns to its tenant's rate, less and less certain.
-
-        So a request that stopped drafting takes it up again by itself.
-        """
-        request.information *= _AGE_DECAY
-        request.shift *= _AGE_DECAY
 
     def _compare(self) -> None:
         """Enter what was told and observed into the calibration; many at once, as arrays are slow for few."""
-        if self._told:
-            positions, rates, labels = np.array(self._told).T
-            self._calibration.record(positions.astype(np.int64), rates, labels)
-            self._told.clear()
+        positions, rates, labels = self._told
+        if rates:
+            self._calibration.record(np.array(positions), np.array(rates), np.array(labels))
+            self._told = [], [], []
 
     def _log_odds(self, tenant: str, request: Residual) -> float:
         """Without the position's part."""
@@ -210,15 +235,14 @@ class AcceptanceModel:
             return self._positions[index]
         return Residual(self._positions[-1].shift)
 
-    def _touch(self, tenant: str) -> Residual:
-        """The tenant's residual, which is now the most recent; a new one may displace the least recent."""
-        residual = self._tenants.pop(tenant, None)
-        if residual is None:
-            residual = Residual()
-            if len(self._tenants) >= self._max_tenants:
-                del self._tenants[next(iter(self._tenants))]
-        self._tenants[tenant] = residual
-        return residual
+    def _join(self, tenant: str) -> Residual:
+        """A new tenant's residual. Where there are too many, the half of which least is known is forgotten."""
+        if len(self._tenants) >= self._max_tenants:
+            by_knowledge = sorted(self._tenants, key=lambda name: self._tenants[name].information)
+            for name in by_knowledge[: (len(by_knowledge) + 1) // 2]:
+                del self._tenants[name]
+        self._tenants[tenant] = Residual()
+        return self._tenants[tenant]
 
 
 def _rate(log_odds: float) -> float:

@@ -19,7 +19,6 @@ from paceline.core.depth import (
     Chosen,
     Decision,
     DepthCandidate,
-    DepthPolicy,
     Offer,
     Outcome,
     StepLoad,
@@ -30,6 +29,7 @@ from paceline.core.slots import BestSlots, SlotProblem
 
 MAX_DEPTH = 8  # of any request, unless the operator fixes a higher depth for all
 DWELL = 4  # steps between two decisions
+PRICE_CHANGE = 0.1  # tokens; of what a slot costs, since a decision, which calls for another
 HYSTERESIS = 0.03  # of a step's worth, which a change of depth must bring
 EARNINGS_DECAY = 0.5 ** (1 / 16)  # per step
 SHORTEST = 1e-9  # seconds that any step takes
@@ -45,23 +45,24 @@ DEEPER_INTERVAL = 32  # steps between probes one deeper than the batch
 PLAIN_INTERVAL = 512  # steps with drafts, after which one without is taken: what is saved is told against those
 
 
-class AdaptiveDepth(DepthPolicy):
+class AdaptiveDepth:
     """Each request as deep as its drafts pay, under one price of time and one number of draft passes for all.
 
     With the price of time equal to the rate that the optimum earns, the most of tokens - price * duration is the most
     of tokens / duration (Dinkelbach 1967). So the price is what decodes lately earned, in the time that was theirs: the
     time of prompts is so much for each token to come, whatever the depth, and makes no other second cheaper.
 
-    A decision stands for `DWELL` steps unless the load changes. The number of passes changes once what was missed by
-    keeping it adds up to `HYSTERESIS`. Requests that do not draft, and one position more than anyone drafts, are probed
-    now and then, for at most `PROBE_SHARE` of the time. That also pays for what requests lose that go on, not quite
-    worth a draft, before their draft model falls behind. The price of a step without drafts is probed too.
+    A `DepthPolicy`. A decision stands for `DWELL` steps unless the load changes. The number of passes changes once what
+    was missed by keeping it adds up to `HYSTERESIS`. Requests that do not draft, and one position more than anyone
+    drafts, are probed now and then, for at most `PROBE_SHARE` of the time. That also pays for what requests lose that
+    go on, not quite worth a draft, before their draft model falls behind. The price of a step without drafts is probed
+    too.
     """
 
     def __init__(self, costs: CostModel, *, max_depth: int = MAX_DEPTH) -> None:
         self.costs = costs
         self.max_depth = max_depth
-        self.decision: Decision = Decision()
+        self.decision = Decision()
         # Per step, lately: tokens per sequence, and duration over that of the same decodes without drafts; no prompts.
         self._earned = 1.0
         self._spent = 1.0
@@ -160,10 +161,18 @@ class AdaptiveDepth(DepthPolicy):
         return (
             self._decided_at is None
             or self._num_steps - self._decided_at >= DWELL
-            or 8 * abs(load.rows - before.rows) > before.rows
             or 8 * abs(load.sampling - before.sampling) > before.sampling
-            or abs(slot_price - price_before) > 0.1
+            or abs(slot_price - price_before) > PRICE_CHANGE
+            or (load.rows != before.rows and abs(self._row_price(load) - self._row_price(before)) > PRICE_CHANGE)
         )
+
+    def _row_price(self, load: StepLoad) -> float:
+        """What a row costs, in tokens, of as many as were last drafted, or one for each sequence: other rows of a step
+        matter as far as that changes with them.
+        """
+        count = max(load.sampling, self.decision.slots)
+        plain, more = (self.costs.target(load.rows + added, load.context) for added in (0, count))
+        return self._price_of_time(load) * (more - plain) / count
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
@@ -241,16 +250,23 @@ class AdaptiveDepth(DepthPolicy):
             slot_seconds: what a slot costs besides its time, in time.
         """
         before = self._probe_seconds
+        too_dear: dict[Method, float] = {}  # from so many tokens to catch up on, as long as nothing is added
         for wait, index in self._waiting(step):
             # Where a draft pass is paid for, those that have waited for half their time come along, a few at once.
             spent = before - self._probe_seconds
             if (wait < 1.0 and not spent) or spent > PROBE_STRETCH * step.seconds:
                 break
             candidate = step.candidates[index]
-            if self._pay(step, slot_seconds, index, max(candidate.offers, key=lambda offer: offer.survivals[0])):
+            offer = max(candidate.offers, key=lambda offer: offer.survivals[0])
+            if offer.catch_up >= too_dear.get(offer.method, math.inf):
+                continue
+            if self._pay(step, slot_seconds, index, offer):
+                too_dear.clear()
                 interval = self._probe_interval(candidate)
                 self._probe_intervals[candidate.request_id] = min(2 * interval, MAX_PROBE_INTERVAL)
                 self._num_probes += 1
+            else:
+                too_dear[offer.method] = offer.catch_up
         if self._num_steps - self._deeper_at >= DEEPER_INTERVAL:
             self._deeper_at = self._num_steps
             self._probe_deeper(step, slot_seconds)

@@ -9,7 +9,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, FixedDepth, Outcome, StepLoad, within_bounds
+from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad, within_bounds
+from paceline.core.depth_policy import DepthPolicy, FixedDepth
 
 START = 4
 MAX_DEPTH = 8

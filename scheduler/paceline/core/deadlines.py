@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from paceline.core.request import Request, RequestStatus
 from paceline.core.service_rate import ServiceRate
-from paceline.errors import DeadlineExceeded
+from paceline.errors import DeadlineExceeded, PacelineError, QueueTimeout
 
 SLACK = 64  # timers of requests that have ended, before the heap is made anew
 PRIORITY_SECONDS = 10.0  # by which one step of priority makes a request older
@@ -66,8 +66,8 @@ class Deadlines:
                 reason = f"it would take about {seconds:.2f} s" if seconds else "it has not started"
                 raise DeadlineExceeded(f"too late: {reason}, and {max(0.0, left):.2f} s are left")
 
-    def expired(self, requests: Mapping[int, Request], now: float) -> list[Request]:
-        """Live requests that have come too late, running ones included. Each is told once."""
+    def expired(self, requests: Mapping[int, Request], now: float) -> list[tuple[Request, PacelineError]]:
+        """Live requests that have come too late, running ones included, and how they end. Each is told once."""
         if len(self._timers) > 3 * len(requests) + SLACK:
             self._timers = [(moment, one.request_id) for one in requests.values() for moment, _ in self._moments(one)]
             heapq.heapify(self._timers)
@@ -77,12 +77,21 @@ class Deadlines:
             request = requests.get(request_id)
             if request is not None and any(moment <= now for moment, _ in self._moments(request)):
                 late[request_id] = request
-        return list(late.values())
+        return [(request, self._late(request)) for request in late.values()]
 
     @property
     def next_timer(self) -> float:
         """When somebody may come too late; infinite if nobody can."""
         return self._timers[0][0] if self._timers else math.inf
+
+    def _late(self, request: Request) -> PacelineError:
+        """The end of a request by the first moment that it missed: who only waited for too long may come again."""
+        timeout = request.scheduling.queue_timeout
+        first = min(moment for moment, _ in self._moments(request))
+        if request.status is RequestStatus.WAITING and timeout is not None and request.arrival + timeout == first:
+            text = f"not admitted within scheduling.queue_timeout, {timeout:g} s"
+            return QueueTimeout(text, self.rate.seconds_until_ends(1))
+        return DeadlineExceeded("too late: the time is over")
 
     def _moments(self, request: Request) -> list[tuple[float, float]]:
         """What the request has to reach yet: until when, and in how many seconds from a start."""

@@ -1,16 +1,15 @@
-"""How deep each request drafts in the next step: what a policy is told, and what it answers."""
+"""How deep requests draft in a step: what there is to choose from, what was chosen, and what came of it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.cost_model import StepShape
 from paceline.core.params import NO_METHOD, Method
 
 
-@dataclass(frozen=True, slots=True)
 class Offer:
     """One way to draft for a request.
 
@@ -21,12 +20,14 @@ class Offer:
         catch_up: tokens that the draft model must read before it can draft.
     """
 
-    method: Method
-    survivals: Sequence[float]
-    catch_up: int = 0
+    __slots__ = ("catch_up", "method", "survivals")
+
+    def __init__(self, method: Method, survivals: Sequence[float], catch_up: int = 0) -> None:
+        self.method = method
+        self.survivals = survivals
+        self.catch_up = catch_up
 
 
-@dataclass(frozen=True, slots=True)
 class DepthCandidate:
     """A request that will decode in the step being planned.
 
@@ -36,11 +37,16 @@ class DepthCandidate:
         steps_without_drafts: decode steps since the request last drafted.
     """
 
-    request_id: int
-    offers: tuple[Offer, ...]
-    lowest: int
-    highest: int
-    steps_without_drafts: int = 0
+    __slots__ = ("highest", "lowest", "offers", "request_id", "steps_without_drafts")
+
+    def __init__(
+        self, request_id: int, offers: tuple[Offer, ...], lowest: int, highest: int, steps_without_drafts: int = 0
+    ) -> None:
+        self.request_id = request_id
+        self.offers = offers
+        self.lowest = lowest
+        self.highest = highest
+        self.steps_without_drafts = steps_without_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,7 @@ class StepLoad:
     budget: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """What a request drafts; the method is NONE if the depth is 0."""
 
     method: Method
@@ -104,94 +109,10 @@ class Decision:
     predicted_seconds: float = 0.0
 
 
-class DepthPolicy(ABC):
-    """Chooses from history alone.
-
-    Attributes:
-        decision: the last one; None of a policy that knows no prices.
-    """
-
-    decision: Decision | None = None
-
-    @abstractmethod
-    def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
-        """A method and a depth for each candidate, within its bounds.
-
-        The scheduler may grant less where memory or budget is short.
-
-        Args:
-            slot_price: tokens that a draft slot must earn besides its time: what KV or a deadline is short of.
-        """
-
-    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> Mapping[int, Chosen] | None:
-        """What was chosen before, by request, if that holds for this step too: then nobody has to be offered anew.
-
-        Asked once for each step, before `choose`; None calls for that.
-        """
-        return None
-
-    def join(self, candidate: DepthCandidate) -> Chosen:
-        """The same for a request that was not there before, while what stands goes on to hold."""
-        raise NotImplementedError
-
-    def observe(self, outcome: Outcome) -> None:
-        """Learn from a finished step."""
-        return
-
-    def forget(self, request_id: int) -> None:
-        """The request has ended; an unknown one is ignored."""
-        return
-
-
 NOTHING = Chosen(NO_METHOD, 0)
-
-
-def choose_depths(
-    policy: DepthPolicy,
-    load: StepLoad,
-    highest: Mapping[int, Mapping[Method, int]],
-    candidate: Callable[[int], DepthCandidate],
-    *,
-    slot_price: float = 0.0,
-) -> list[Chosen]:
-    """Ask a policy for one step: what it holds on to, or its choice among candidates, which are made where needed.
-
-    Args:
-        highest: by request, in order: how deep it may draft by each method that it may use.
-        candidate: makes that of a request.
-    """
-    standing = policy.standing(load, slot_price=slot_price)
-    if standing is not None:
-        chosen = [
-            standing[request_id] if request_id in standing else policy.join(candidate(request_id))
-            for request_id in highest
-        ]
-        if sum([choice.depth for choice in chosen]) > load.budget:
-            standing = None
-    if standing is None:
-        chosen = policy.choose([candidate(request_id) for request_id in highest], load, slot_price=slot_price)
-    # What stands may be too deep by now, and the bounds of a candidate are those of its farthest offer.
-    return [_at_most(choice, limits) for choice, limits in zip(chosen, highest.values(), strict=True)]
-
-
-def _at_most(choice: Chosen, highest: Mapping[Method, int]) -> Chosen:
-    limit = highest.get(choice.method, 0)
-    if choice.depth <= limit:
-        return choice
-    return Chosen(choice.method, limit) if limit else NOTHING
 
 
 def within_bounds(candidate: DepthCandidate, offer: Offer, depth: int) -> Chosen:
     """That depth by that offer, or the nearest one allowed."""
     depth = min(max(depth, candidate.lowest), candidate.highest, len(offer.survivals))
     return Chosen(offer.method, depth) if depth else NOTHING
-
-
-@dataclass(frozen=True, slots=True)
-class FixedDepth(DepthPolicy):
-    """The same depth for everyone by the first offer, wherever bounds allow it."""
-
-    depth: int
-
-    def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
-        return [within_bounds(c, c.offers[0], self.depth) for c in candidates]

@@ -42,8 +42,9 @@ class KVCacheManager:
         """Make room for `num_tokens` positions; the new block ids, or None, with nothing changed, if too few are
         free.
         """
-        if num_tokens <= self.capacity(request_id):
-            return ()
+        table = self._tables.get(request_id)
+        if table is not None and num_tokens <= len(table) * self.block_size:
+            return ()  # almost always
         missing = self.num_missing_blocks(request_id, num_tokens)
         if missing > self.num_free_blocks:
             return None

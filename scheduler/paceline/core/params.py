@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from paceline.core.grammar import Grammar
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, Reason
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -171,7 +171,9 @@ class StopParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidArgument("stop.min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         if len(self.strings) > MAX_STOP_STRINGS:
-            raise InvalidArgument("stop.strings", f"{len(self.strings)} strings", f"at most {MAX_STOP_STRINGS} strings")
+            allowed = f"at most {MAX_STOP_STRINGS} strings"
+            given = f"{len(self.strings)} strings"
+            raise InvalidArgument("stop.strings", given, allowed, reason=Reason.TOO_MANY_STOP_STRINGS)
         if len(self.token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidArgument("stop.token_ids", f"{len(self.token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
         for string in self.strings:

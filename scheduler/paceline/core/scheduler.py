@@ -42,7 +42,16 @@ from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_report import SpeculationReport
 from paceline.core.step_builder import Share, StepBuilder
 from paceline.core.tenants import ONE_SHARE, Tenant, TenantPolicy, Tenants
-from paceline.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from paceline.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidArgument,
+    PacelineError,
+    QuotaExceeded,
+    Reason,
+    ResourceExhausted,
+    Unavailable,
+)
 
 MAX_OUTSTANDING = 2  # the plan that runs and the one made meanwhile
 LEAST_PROMPT_ROWS = 16  # of prompts in a step that is kept short for others, lest they starve
@@ -75,7 +84,7 @@ class Scheduler:
         self.requests: dict[int, Request] = {}
         self._paced: dict[int, float] = {}  # seconds per token that running requests want at most
         self._leaving: dict[int, Request] = {}  # that ended with a result still to come
-        self.refused: list[tuple[int, DeadlineExceeded]] = []
+        self.refused: list[tuple[int, PacelineError]] = []
         self._released: list[int] = []  # the runner still mirrors these
         self._num_steps = 0
         self._num_outstanding = 0
@@ -87,23 +96,24 @@ class Scheduler:
 
         Raises:
             InvalidArgument: the prompt is empty or leaves no room for a token.
-            ResourceExhausted: it could never fit the KV pool, or what its tenant may hold of it.
+            ResourceExhausted: it could never fit the KV pool, or, as QuotaExceeded, what its tenant may hold of it.
         """
         config = self.config
         if num_prompt_tokens == 0:
             raise InvalidArgument("prompt", [], "at least one token")
         if num_prompt_tokens >= config.max_model_len:
             allowed = f"at most {config.max_model_len - 1} tokens (the model's length less one)"
-            raise InvalidArgument("prompt", f"{num_prompt_tokens} tokens", allowed)
+            raise InvalidArgument("prompt", f"{num_prompt_tokens} tokens", allowed, reason=Reason.PROMPT_TOO_LONG)
         max_tokens = config.max_model_len if stop.max_tokens is None else stop.max_tokens
         max_total = min(num_prompt_tokens + max_tokens, config.max_model_len)
-        most = self.tenants.policy(tenant).max_blocks
-        for blocks, place in ((config.num_blocks, "the KV cache"), (most, f"the KV cache share of tenant {tenant!r}")):
-            if blocks is not None and config.blocks_for(max_total) > blocks:
-                raise ResourceExhausted(
-                    f"prompt and completion of up to {max_total} tokens can never fit {place}: "
-                    f"{blocks * config.block_size} tokens"
-                )
+        wanted, most = config.blocks_for(max_total), self.tenants.policy(tenant).max_blocks
+        reason = f"prompt and completion of up to {max_total} tokens can never fit the KV cache"
+        if wanted > config.num_blocks:
+            reason += f": {config.num_blocks * config.block_size} tokens"
+            raise ResourceExhausted(reason, reason=Reason.EXCEEDS_KV_CACHE)
+        if most is not None and wanted > most:
+            reason += f" share of tenant {tenant!r}: {most * config.block_size} tokens"
+            raise QuotaExceeded(reason, tenant=tenant, limit="max_blocks", granted=most)
         return max_total
 
     def allowed_methods(self, tenant: str) -> frozenset[Method]:
@@ -192,20 +202,22 @@ class Scheduler:
 
         Raises:
             InvalidArgument: an unknown tenant.
-            ResourceExhausted: its own bound; tells when to come again.
+            QuotaExceeded: its own bound; tells when to come again.
             Unavailable: the server's bound; likewise.
         """
         account = self.tenants.get(tenant, now)
         own, most = len(account.queue), account.policy.max_queued
         if most is not None and own + count > most:
             reason = f"{own} requests of tenant {tenant!r} are waiting, and its max_queued is {most}"
-            raise ResourceExhausted(reason, self.rate.seconds_until_ends(own + count - most))
+            wait = self.rate.seconds_until_ends(own + count - most)
+            raise QuotaExceeded(reason, wait, tenant=tenant, limit="max_queued", granted=most)
         waiting, most = self.tenants.num_waiting, self.config.max_queued
         if waiting + count > most:
             reason = f"{waiting} requests are waiting, and max_queued is {most}"
-            raise Unavailable(reason, self.rate.seconds_until_ends(waiting + count - most))
+            wait = self.rate.seconds_until_ends(waiting + count - most)
+            raise Unavailable(reason, wait, reason=Reason.QUEUE_FULL)
 
-    def take_refused(self) -> list[tuple[int, DeadlineExceeded]]:
+    def take_refused(self) -> list[tuple[int, PacelineError]]:
         """Requests that `schedule` has ended because they came too late, each once, and why."""
         refused, self.refused = self.refused, []
         return refused
@@ -261,8 +273,8 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step. The plan may hold no work, if none can be planned before an outstanding result is in."""
         assert self._num_outstanding < MAX_OUTSTANDING, "more than one plan is outstanding"
-        for request in self.deadlines.expired(self.requests, now):
-            self._refuse(request, DeadlineExceeded("too late: the time is over"))
+        for request, late in self.deadlines.expired(self.requests, now):
+            self._refuse(request, late)
         step = StepBuilder(self.config.max_num_batched_tokens, self._prompt_budget())
         preempted = self._continue_running(step)
         if not preempted:
@@ -331,11 +343,12 @@ class Scheduler:
         for index, request in enumerate(order):
             if request.status is not RUNNING or (request.pending and request.surely_ends):
                 continue
-            rows = wanted = request.num_to_compute
+            pending = request.pending
+            rows = wanted = request.num_to_compute if pending else request.num_tokens - request.num_computed_tokens
             if wanted > 1:
                 # One row stays reserved for each request behind this one: a long prompt never stops their decodes.
                 rows = self._prompt_rows(wanted, step, step.budget - (len(order) - index - 1))
-            end = rows + (request.most_tokens - wanted if request.pending else request.num_computed_tokens)
+            end = rows + (request.most_tokens - wanted if pending else request.num_computed_tokens)
             while (blocks := self.kv.grow(request.request_id, end)) is None:
                 victim = self._victim()
                 self._preempt(victim)
@@ -461,15 +474,17 @@ class Scheduler:
 
     def _add_drafts(self, step: StepBuilder) -> None:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
-        offered = {}
+        shares, highest = [], []
         for share in step.shares.values():
             if share.rows == 1 and share.samples and (limits := self._limits(share.request)):
-                offered[share.request] = limits
-        if not offered:
+                shares.append(share)
+                highest.append(limits)
+        if not shares:
             return
-        choices = self.speculation.choose(offered, self._load(step), self._slot_price)
-        for request, chosen in zip(offered, choices, strict=True):
-            share, depth = step.shares[request.request_id], chosen.depth
+        requests = [share.request for share in shares]
+        choices = self.speculation.choose(requests, highest, self._load(step), self._slot_price)
+        for share, chosen in zip(shares, choices, strict=True):
+            request, depth = share.request, chosen.depth
             share.scores_ngram = NGRAM in request.methods
             if not depth:
                 continue
@@ -558,7 +573,12 @@ class Scheduler:
         request.emit(token_ids)
         if running:
             request.num_computed_tokens = request.num_tokens - 1
-            self.prefixes.remember(request)
+            # Asked inline, since a block is full at few steps only.
+            size = self.config.block_size
+            if request.num_computed_tokens >= size * (
+                request.num_known_blocks + 1
+            ) or request.num_draft_computed >= size * (request.num_drafted_blocks + 1):
+                self.prefixes.remember(request)
         assert request.num_tokens <= request.max_total_tokens, (request.num_tokens, request.max_total_tokens)
         if token_ids and request.first_token is None:
             request.first_token = now
@@ -600,7 +620,7 @@ class Scheduler:
         self.tenants.stopped(request)
         self._released.append(request.request_id)
 
-    def _refuse(self, request: Request, error: DeadlineExceeded) -> None:
+    def _refuse(self, request: Request, error: PacelineError) -> None:
         self.refused.append((request.request_id, error))
         self._end(request)
 

@@ -6,10 +6,11 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel
+from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel, Residual
 from paceline.core.calibration import Calibration
 from paceline.core.cost_model import CostModel, StepKind, StepShape
-from paceline.core.depth import Chosen, DepthCandidate, DepthPolicy, Offer, Outcome, StepLoad, choose_depths
+from paceline.core.depth import Chosen, DepthCandidate, Offer, Outcome, StepLoad
+from paceline.core.depth_policy import DepthPolicy, choose_depths
 from paceline.core.params import DRAFT_MODEL, NGRAM, NO_METHOD, Method, Verification
 from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.core.request import Request
@@ -17,6 +18,7 @@ from paceline.core.speculation_counts import SpeculationCounts
 from paceline.core.speculation_report import DrafterReport, RequestReport, SpeculationReport, TenantReport
 from paceline.core.step_bill import write_bill
 
+NO_PROPOSAL = (0.0,)  # what comes of it
 MAX_TENANTS = 1024  # whose counts are kept; the one that was idle for the longest time goes first
 
 
@@ -55,7 +57,9 @@ class SpeculationControl:
             for method in Method
             for rule in Verification
         }
-        self._models = {key: record.acceptance for key, record in self.drafters.items()}
+        self._models = {
+            rule: {method: self.drafters[method, rule].acceptance for method in Method} for rule in Verification
+        }
         self.tenants: OrderedDict[str, SpeculationCounts] = OrderedDict()
         self.totals = SpeculationCounts()
         self.model_drafts = True  # in the last step that offered it a place
@@ -63,46 +67,64 @@ class SpeculationControl:
     # -- before a step -------------------------------------------------------------------------------------------------
 
     def choose(
-        self, requests: Mapping[Request, Mapping[Method, int]], load: StepLoad, slot_price: float = 0.0
+        self,
+        requests: Sequence[Request],
+        highest: Sequence[Mapping[Method, int]],
+        load: StepLoad,
+        slot_price: float = 0.0,
     ) -> list[Chosen]:
         """Method and depth of each decoding request.
 
         Args:
-            requests: with the highest depth by each method that the request may use, none of them 0.
+            highest: the depth of each by each method that it may use, none of them 0.
             slot_price: tokens that a draft slot must earn besides its time.
         """
-        by_id = {request.request_id: request for request in requests}
-        highest = dict(zip(by_id, requests.values(), strict=True))
-
-        def candidate(request_id: int) -> DepthCandidate:
-            return self._candidate(by_id[request_id], highest[request_id], load.budget)
-
-        chosen = choose_depths(self.policy, load, highest, candidate, slot_price=slot_price)
-        if any(DRAFT_MODEL in limits for limits in requests.values()):
-            self.model_drafts = any(choice.method is DRAFT_MODEL for choice in chosen)
+        ids = [request.request_id for request in requests]
+        chosen = choose_depths(
+            self.policy,
+            load,
+            ids,
+            highest,
+            lambda indices: self._candidates([(requests[i], highest[i]) for i in indices], load.budget),
+            slot_price=slot_price,
+        )
+        if any([DRAFT_MODEL in limits for limits in highest]):
+            self.model_drafts = any([choice.method is DRAFT_MODEL for choice in chosen])
         return chosen
 
-    def _candidate(self, request: Request, highest: Mapping[Method, int], budget: int) -> DepthCandidate:
-        if request.speculation.min_depth and DRAFT_MODEL in highest:
+    def _candidates(
+        self, requests: Sequence[tuple[Request, Mapping[Method, int]]], budget: int
+    ) -> list[DepthCandidate]:
+        """What the policy chooses among: each request with the depths that it may have."""
+        allowed = [
             # n-grams may have nothing to propose: only a model can promise a lowest depth.
-            highest = {DRAFT_MODEL: highest[DRAFT_MODEL]}
-        # The newest token is read by the first pass anyway. What does not fit a step is read in parts, of which the
-        # first is offered here; the scheduler grants no drafts before the last.
-        catch_up = min(max(0, request.draft_gap - 1), budget // 2)
-        offers = tuple(
-            Offer(
-                method,
-                self._acceptance(request, method).survivals(request.tenant, request.residuals[method], depth),
-                catch_up if method is DRAFT_MODEL else 0,
+            {DRAFT_MODEL: highest[DRAFT_MODEL]} if request.speculation.min_depth and DRAFT_MODEL in highest else highest
+            for request, highest in requests
+        ]
+        asked: dict[AcceptanceModel, list[tuple[str, Residual, int]]] = {}
+        for (request, _), highest in zip(requests, allowed, strict=True):
+            models = self._models[request.params.verification]
+            for method, depth in highest.items():
+                asked.setdefault(models[method], []).append((request.tenant, request.residuals[method], depth))
+        survivals = {model: iter(model.survivals_of(of_model)) for model, of_model in asked.items()}
+        candidates = []
+        for (request, _), highest in zip(requests, allowed, strict=True):
+            # The newest token is read by the first pass anyway. What does not fit a step is read in parts, of which the
+            # first is offered here; the scheduler grants no drafts before the last.
+            catch_up = min(max(0, request.draft_gap - 1), budget // 2)
+            models, most = self._models[request.params.verification], max(highest.values())
+            offers = tuple(
+                [
+                    Offer(method, next(survivals[models[method]]), catch_up if method is DRAFT_MODEL else 0)
+                    for method in highest
+                ]
             )
-            for method, depth in highest.items()
-        )
-        most = max(highest.values())
-        lowest = min(request.speculation.min_depth, most)
-        return DepthCandidate(request.request_id, offers, lowest, most, request.steps_without_drafts)
+            lowest = min(request.speculation.min_depth, most)
+            candidates.append(DepthCandidate(request.request_id, offers, lowest, most, request.steps_without_drafts))
+        return candidates
 
     def _acceptance(self, request: Request, method: Method) -> AcceptanceModel:
-        return self._models[method, request.params.verification]
+        return self._models[request.params.verification][method]
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
@@ -130,7 +152,7 @@ class SpeculationControl:
             tokens, drafted, accepted = len(sequence.token_ids), sequence.num_drafted, sequence.num_accepted
             request.depth = drafted
             counts = request.counts_by_method[work.method if work.num_drafts else NO_METHOD]
-            counts.record(tokens, drafted, min(accepted, tokens), *price)
+            counts.record(tokens, drafted, accepted if accepted < tokens else tokens, price)
             drafts.append((work.request_id, drafted, accepted))
             emitted += tokens
         times = result.times
@@ -209,18 +231,19 @@ class SpeculationControl:
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def _learn(self, request: Request, work: SequenceWork, sequence: SequenceResult) -> None:
+        drafter = work.method if work.num_drafts else None
+        models = self._models[request.params.verification]
         for method, residual in request.residuals.items():
-            if work.num_drafts and method is work.method:
+            if method is drafter:
                 # That it had nothing to propose is what the next choice should know.
-                labels = sequence.acceptance if sequence.num_drafted else (0.0,)
+                labels = sequence.acceptance if sequence.num_drafted else NO_PROPOSAL
             else:
                 labels = sequence.scored if method is NGRAM and work.scores_ngram else ()
-            model = self._acceptance(request, method)
             if labels:
-                model.observe(request.tenant, residual, labels, request.is_example)
+                models[method].observe(request.tenant, residual, labels, request.is_example)
             else:
-                model.age(residual)
-        request.steps_without_drafts = 0 if work.num_drafts else request.steps_without_drafts + 1
+                residual.age()
+        request.steps_without_drafts = 0 if drafter else request.steps_without_drafts + 1
 
 
 def _shape(works: Sequence[SequenceWork], results: Sequence[SequenceResult], context: int) -> StepShape:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from paceline.core.step_bill import FREE, DraftPrice
+
 
 @dataclass(slots=True)
 class SpeculationCounts:
@@ -23,16 +25,15 @@ class SpeculationCounts:
     spent_seconds: float = 0.0
     rejected_seconds: float = 0.0
 
-    def record(
-        self, emitted: int, drafted: int, accepted: int, gained: float = 0.0, spent: float = 0.0, rejected: float = 0.0
-    ) -> None:
-        """Book one verify step; what was gained, spent and rejected is in seconds."""
+    def record(self, emitted: int, drafted: int, accepted: int, price: DraftPrice = FREE) -> None:
+        """Book one verify step."""
         self.emitted += emitted
         key = drafted, accepted
         self.steps[key] = self.steps.get(key, 0) + 1
-        self.gained_seconds += gained
-        self.spent_seconds += spent
-        self.rejected_seconds += rejected
+        if price is not FREE:
+            self.gained_seconds += price.gained
+            self.spent_seconds += price.spent
+            self.rejected_seconds += price.rejected
 
     def copy(self) -> SpeculationCounts:
         return replace(self, steps=dict(self.steps))

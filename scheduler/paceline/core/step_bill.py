@@ -79,22 +79,26 @@ def write_bill(
     per_context = stretch * (without - plain) / max(1, shape.context)
     per_read = stretch * reading / max(1, sum([work.draft_catch_up for work in works]))
     per_token = without / max(1, sum([work.samples for work in works]))
-    bill = StepBill([], [])
+    charges, drafts = [], []
     # One loop over plain numbers: there is an entry for every request at every step.
     for work, result, context in zip(works, results, contexts, strict=True):
-        charge = per_row * work.num_tokens + per_context * context + per_read * work.draft_catch_up
+        charge = per_row * work.num_tokens + per_context * context
+        if work.draft_catch_up:
+            charge += per_read * work.draft_catch_up
         price, planned = FREE, work.num_drafts
         if planned:
-            kept = min(result.num_accepted, len(result.token_ids))
-            spent, rejected = slot * result.num_drafted, slot * (result.num_drafted - kept)
+            drafted, kept, emitted = result.num_drafted, result.num_accepted, len(result.token_ids)
+            if kept > emitted:
+                kept = emitted
+            spent, rejected = slot * drafted, slot * (drafted - kept)
             if work.method is DRAFT_MODEL:
                 spent += passes[planned]
-                rejected += passes[planned] - passes[min(kept, planned)]
-            price = DraftPrice(per_token * (len(result.token_ids) - 1), spent, rejected)
+                rejected += passes[planned] - passes[kept if kept < planned else planned]
+            price = DraftPrice(per_token * (emitted - 1), spent, rejected)
             charge += stretch * spent
-        bill.charges.append(charge)
-        bill.drafts.append(price)
-    return bill
+        charges.append(charge)
+        drafts.append(price)
+    return StepBill(charges, drafts)
 
 
 def _passes(costs: CostModel, shape: StepShape) -> tuple[list[float], float]:

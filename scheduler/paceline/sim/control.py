@@ -14,7 +14,8 @@ import numpy as np
 
 from paceline.core.acceptance import AcceptanceModel, Residual
 from paceline.core.cost_model import CostModel, StepKind, StepShape
-from paceline.core.depth import DepthCandidate, DepthPolicy, Offer, Outcome, StepLoad, choose_depths
+from paceline.core.depth import DepthCandidate, Offer, Outcome, StepLoad
+from paceline.core.depth_policy import DepthPolicy, choose_depths
 from paceline.core.params import Method
 
 BUDGET = 8192  # rows of a step that drafts and catching up may take: more than any choice here should want
@@ -229,22 +230,26 @@ def simulate_control(
 
 def _choose(policy: DepthPolicy, streams: Sequence[_Stream], estimator: AcceptanceModel | None) -> list[int]:
     """The policy's depth for each stream; it is asked for those that have room for a draft."""
-    drafting = {stream.request_id: stream for stream in streams if stream.highest}
+    drafting = [stream for stream in streams if stream.highest]
 
-    def candidate(request_id: int) -> DepthCandidate:
-        stream = drafting[request_id]
+    def candidate(stream: _Stream) -> DepthCandidate:
         highest = stream.highest
         if estimator is None:
             survivals: Sequence[float] = stream.truth[:highest]
         else:
             survivals = estimator.survivals(TENANT, stream.residual, highest)
         offer = Offer(Method.DRAFT_MODEL, survivals, stream.behind)
-        return DepthCandidate(request_id, (offer,), 0, highest, stream.steps_without_drafts)
+        return DepthCandidate(stream.request_id, (offer,), 0, highest, stream.steps_without_drafts)
 
     load = StepLoad(rows=len(streams), context=0, sampling=len(streams), budget=BUDGET)
-    highest = {request_id: {Method.DRAFT_MODEL: stream.highest} for request_id, stream in drafting.items()}
-    chosen = zip(drafting, choose_depths(policy, load, highest, candidate), strict=True)
-    depth_of = {request_id: choice.depth for request_id, choice in chosen}
+    chosen = choose_depths(
+        policy,
+        load,
+        [stream.request_id for stream in drafting],
+        [{Method.DRAFT_MODEL: stream.highest} for stream in drafting],
+        lambda indices: [candidate(drafting[index]) for index in indices],
+    )
+    depth_of = {stream.request_id: choice.depth for stream, choice in zip(drafting, chosen, strict=True)}
     return [depth_of.get(stream.request_id, 0) for stream in streams]
 
 
@@ -259,6 +264,6 @@ def _shape(depths: Sequence[int], catch_up: int) -> StepShape:
 def _learn(estimator: AcceptanceModel, residual: Residual, depth: int, accepted: int) -> None:
     """Positions behind the first rejection were not reached and say nothing."""
     if depth == 0:
-        estimator.age(residual)
+        residual.age()
     else:
         estimator.observe(TENANT, residual, [1.0] * accepted + [0.0] * (accepted < depth))
