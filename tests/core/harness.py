@@ -20,7 +20,7 @@ from paceline.core.plan import Admission, FinishReason, SequenceResult, Sequence
 from paceline.core.request import Request, RequestOutput, RequestStatus
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
-from paceline.errors import DeadlineExceeded
+from paceline.errors import PacelineError
 from paceline.sim import ScriptedRunner, reference_output
 from paceline.sim.scripted_runner import VOCAB_SIZE
 from paceline.sim.simulation import cut_result
@@ -105,7 +105,7 @@ class Harness:
         self.outputs: dict[int, list[int]] = {}
         self.finished: dict[int, RequestOutput] = {}
         self.aborted: set[int] = set()
-        self.refused: dict[int, DeadlineExceeded] = {}
+        self.refused: dict[int, PacelineError] = {}
         self.now = 0.0
 
     # -- operations --------------------------------------------------------------------------------------------------

@@ -128,8 +128,20 @@ def try_add(
         assert scheduling.deadline is not None or scheduling.time_to_first_token is not None
     except Unavailable:
         assert len(harness.scheduler.waiting) >= config.max_queued
+        assert not gives_way(harness, scheduling.tenant)
     harness.check()
     return None
+
+
+def gives_way(harness: Harness, name: str) -> bool:
+    """Another tenant has so many requests in the queue, for its share, that one of them would leave it to this one."""
+    most, tenants = harness.config.max_queued, harness.scheduler.tenants
+    missing = len(harness.scheduler.waiting) + 1 - most
+    own = (len(tenants[name].queue) + 1) / tenants[name].policy.weight
+    longest = max(tenants.waiting, key=lambda one: len(one.queue) / one.policy.weight)
+    fresh = [request for request in longest.queue if not request.num_preemptions]
+    left = (len(longest.queue) - missing) / longest.policy.weight
+    return longest.name != name and left >= own and len(fresh) >= missing
 
 
 def harness_of(

@@ -194,6 +194,37 @@ def test_waiting_requests_are_limited_by_tenant() -> None:
     shop.drain()
 
 
+@pytest.mark.parametrize(("weight", "places"), [(1.0, 3), (2.0, 4), (0.2, 1)])
+def test_who_floods_the_queue_gives_way_to_others(weight: float, places: int) -> None:
+    """Up to their shares of it; the newest first."""
+    shop = Shop({"b": TenantPolicy(weight=weight)}, max_queued=6)
+    flood = [shop.add_for("a") for _ in range(6)]
+    for _ in range(places):
+        shop.add_for("b")
+    with pytest.raises(Unavailable, match="6 requests are waiting, and max_queued is 6"):
+        shop.add_for("b")
+    shop.step()
+    assert list(shop.refused) == [request.request_id for request in reversed(flood[-places:])]
+    error = shop.refused[flood[-1].request_id]
+    assert isinstance(error, Unavailable)
+    assert error.retry_after is not None
+    shop.drain()
+
+
+def test_a_request_that_has_run_gives_way_to_nobody() -> None:
+    """Somebody reads its tokens already."""
+    shop = Shop(max_queued=4)
+    flood = [shop.add_for("a") for _ in range(4)]
+    for request in flood[1:]:
+        request.num_preemptions = 1
+    shop.add_for("b")
+    with pytest.raises(Unavailable):
+        shop.add_for("b")
+    shop.step()
+    assert list(shop.refused) == [flood[0].request_id]
+    shop.drain()
+
+
 def test_when_to_come_again_follows_the_rate_of_endings() -> None:
     shop = Shop({"a": TenantPolicy(max_queued=1)}, max_num_seqs=1)
     for _ in range(20):

@@ -42,6 +42,11 @@ class RequestQueue:
                 return request
             heapq.heappop(self._heap)
 
+    def newest(self, count: int) -> list[Request]:
+        """Of those that have never run, so many that came last, or all."""
+        fresh = [request for request in self._requests.values() if not request.num_preemptions]
+        return heapq.nlargest(count, fresh, key=lambda request: (request.arrival, request.request_id))
+
     def remove(self, request: Request) -> bool:
         """Take the request out. Not in here: False."""
         if self._requests.pop(request.request_id, None) is None:

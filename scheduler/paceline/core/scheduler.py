@@ -63,7 +63,7 @@ class Scheduler:
     Attributes:
         tenants: queues and accounts. Its policies may be replaced, which holds for the requests that come from then on.
         running: in the order in which they were admitted.
-        refused: those that came too late and that nobody has taken note of yet.
+        refused: those that came too late, or gave way in a full queue, and that nobody has taken note of yet.
     """
 
     def __init__(
@@ -192,6 +192,7 @@ class Scheduler:
             raise
         priority = min(scheduling.priority, self.tenants.policy(tenant).max_priority)
         request.rank = self.deadlines.rank(request, priority, len(self.tenants[tenant].queue))
+        self._make_room(tenant)
         self.requests[request_id] = request
         self.tenants.push(request)
         self.deadlines.watch(request)
@@ -211,14 +212,25 @@ class Scheduler:
             reason = f"{own} requests of tenant {tenant!r} are waiting, and its max_queued is {most}"
             wait = self.rate.seconds_until_ends(own + count - most)
             raise QuotaExceeded(reason, wait, tenant=tenant, limit="max_queued", granted=most)
-        waiting, most = self.tenants.num_waiting, self.config.max_queued
-        if waiting + count > most:
-            reason = f"{waiting} requests are waiting, and max_queued is {most}"
-            wait = self.rate.seconds_until_ends(waiting + count - most)
-            raise Unavailable(reason, wait, reason=Reason.QUEUE_FULL)
+        missing = self._missing_places(count)
+        if missing and not self.tenants.give_way(tenant, count, missing):
+            reason = f"{self.tenants.num_waiting} requests are waiting, and max_queued is {self.config.max_queued}"
+            raise Unavailable(reason, self.rate.seconds_until_ends(missing), reason=Reason.QUEUE_FULL)
+
+    def _missing_places(self, count: int) -> int:
+        """In the queue, before so many more requests can wait."""
+        return max(0, self.tenants.num_waiting + count - self.config.max_queued)
+
+    def _make_room(self, tenant: str) -> None:
+        """For one more request of the tenant."""
+        missing = self._missing_places(1)
+        for request in self.tenants.give_way(tenant, 1, missing) if missing else ():
+            reason = "the queue is full, and its tenant has more requests in it for its share than others"
+            wait = self.rate.seconds_until_ends(missing)
+            self._refuse(request, Unavailable(reason, wait, reason=Reason.QUEUE_FULL))
 
     def take_refused(self) -> list[tuple[int, PacelineError]]:
-        """Requests that `schedule` has ended because they came too late, each once, and why."""
+        """Requests that were ended because they came too late or gave way to others, each once, and why."""
         refused, self.refused = self.refused, []
         return refused
 

@@ -213,6 +213,20 @@ class Tenants:
                 best = tenant
         return best
 
+    def give_way(self, name: str, count: int, missing: int) -> list[Request]:
+        """So many requests that leave a full queue to `count` more of this tenant: the newest of the tenant that has
+        most of them for its weight, if it then still has no fewer than this one. Nobody, if there are not so many.
+
+        So a flood of one tenant keeps no other out.
+        """
+        tenant = self._tenants[name]
+        longest = max(self._waiting.values(), key=lambda one: len(one.queue) / one.policy.weight, default=tenant)
+        left = (len(longest.queue) - missing) / longest.policy.weight
+        if longest is tenant or left < (len(tenant.queue) + count) / tenant.policy.weight:
+            return []
+        newest = longest.queue.newest(missing)
+        return newest if len(newest) == missing else []
+
     def requests(self) -> list[Request]:
         """All that wait, queue by queue."""
         return [request for tenant in self._waiting.values() for request in tenant.queue]
