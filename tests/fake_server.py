@@ -59,18 +59,22 @@ SEVERAL = (
 
 class FakeServer(generation_pb2_grpc.GenerationServiceServicer):
     """Does what the prompt says: "hang" sends one token and waits for ever, "truncate" leaves the end out,
-    "fail CODE [PUSHBACK_MS]" ends with that status, "fail later" with UNAVAILABLE after a token, "several" has two
-    choices, all else is canned.
+    "fail CODE [PUSHBACK_MS]" ends with that status, "busy TIMES CODE [PUSHBACK_MS]" does so as often as that and is
+    canned afterwards, "fail later" ends with UNAVAILABLE after a token, "several" has two choices, all else is canned.
 
     Attributes:
         address: "HOST:PORT".
         requests: every request that came, in order.
+        metadata: what came with each.
+        time_left: of each when it came, in seconds; None without a deadline.
         ended: set when a hanging handler ends, which only a cancellation makes it do.
     """
 
     def __init__(self) -> None:
         self.address = ""
         self.requests: list[pb.GenerateRequest] = []
+        self.metadata: list[dict[str, str | bytes]] = []
+        self.time_left: list[float | None] = []
         self.ended = asyncio.Event()
         self.health = health.HealthServicer()
 
@@ -78,6 +82,8 @@ class FakeServer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata() or ()))
+        self.time_left.append(context.time_remaining())
         match request.prompt_text.split():
             case ["hang"]:
                 try:
@@ -96,6 +102,9 @@ class FakeServer(generation_pb2_grpc.GenerationServiceServicer):
             case ["fail", code, *pushback]:
                 trailing = tuple(("grpc-retry-pushback-ms", value) for value in pushback)
                 await context.abort(grpc.StatusCode[code], f"no [{code}] today", trailing)
+            case ["busy", times, code, *pushback] if self.requests.count(request) <= int(times):
+                trailing = tuple(("grpc-retry-pushback-ms", value) for value in pushback)
+                await context.abort(grpc.StatusCode[code], "busy", trailing)
             case ["several"]:
                 for response in SEVERAL:
                     yield response
@@ -105,14 +114,14 @@ class FakeServer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 @asynccontextmanager
-async def fake_server() -> AsyncIterator[FakeServer]:
-    """A running `FakeServer`, whose health is SERVING."""
+async def fake_server(port: int = 0) -> AsyncIterator[FakeServer]:
+    """A running `FakeServer`, whose health is SERVING; 0 takes a free port."""
     fake = FakeServer()
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(fake, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(fake.health, server)
     await fake.health.set("", health_pb2.HealthCheckResponse.SERVING)
-    fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    fake.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     await server.start()
     try:
         yield fake

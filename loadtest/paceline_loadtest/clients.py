@@ -114,7 +114,8 @@ def _outcome(finished: Finished) -> Outcome:
 
 
 _SCHEMES: Final[dict[str, Callable[[str], Client]]] = {
-    "grpc": lambda address: GrpcClient(AsyncClient(address)),
+    # Without retries: what a server refuses is counted as refused.
+    "grpc": lambda address: GrpcClient(AsyncClient(address, max_retries=0)),
 }
 
 

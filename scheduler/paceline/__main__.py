@@ -6,12 +6,14 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. A client's installation, which has no engine, says what is missing."""
+    """Run the command line. An installation without what a command needs says what is missing."""
     try:
         from paceline.cli import main as run
+
+        run()
     except ModuleNotFoundError as error:
-        sys.exit(f"paceline: {error.name} is not installed; try: pip install 'paceline[serve]'")
-    run()
+        extra = "'paceline[serve]', or 'paceline[cli]' to be a server's client"
+        sys.exit(f"paceline: {error.name} is not installed; try: pip install {extra}")
 
 
 if __name__ == "__main__":

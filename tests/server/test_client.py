@@ -33,8 +33,9 @@ from paceline.client import (
     Usage,
     build_request,
 )
-from paceline.client.errors import error_for
+from paceline.client.errors import error_for, from_grpc
 from paceline.v1 import generation_pb2 as pb
+from support.serving import Serving
 
 STARTED = Started(request_id="r-1", model="demo", prompt_tokens=5, cached_prompt_tokens=2, seed=None)
 FINISHED = Finished(
@@ -55,7 +56,7 @@ async def server() -> AsyncIterator[FakeServer]:
 
 @pytest.fixture
 async def client(server: FakeServer) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(server.address) as connected:
+    async with AsyncClient(server.address, max_retries=0) as connected:
         yield connected
 
 
@@ -235,7 +236,8 @@ async def test_a_closed_client_says_so(server: FakeServer) -> None:
         ("DEADLINE_EXCEEDED", errors.DeadlineExceeded),
         ("CANCELLED", errors.Cancelled),
         ("INTERNAL", RpcError),
-        ("UNAUTHENTICATED", RpcError),
+        ("UNAUTHENTICATED", errors.Unauthenticated),
+        ("PERMISSION_DENIED", errors.PermissionDenied),
     ],
 )
 async def test_a_status_becomes_the_error_of_the_tree(client: AsyncClient, code: str, kind: type[Exception]) -> None:
@@ -269,15 +271,60 @@ async def test_the_timeout_is_the_deadline_of_the_rpc(client: AsyncClient, serve
 
 
 async def test_nobody_listens() -> None:
-    async with AsyncClient("127.0.0.1:1") as client:
+    async with AsyncClient("127.0.0.1:1", max_retries=0) as client:
         with pytest.raises(errors.Unavailable):
             await client.complete("hello")
 
 
 def test_an_rpc_error_survives_pickling() -> None:
     error = error_for(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens = 0: must be at least 1", 1.5)
+    error.reason = "INVALID_FIELD"
     copy = pickle.loads(pickle.dumps(error))
-    assert (type(copy), str(copy), copy.retry_after) == (type(error), str(error), 1.5)
+    assert (type(copy), str(copy), copy.retry_after, copy.reason) == (type(error), str(error), 1.5, "INVALID_FIELD")
+
+
+async def test_what_the_server_adds_to_a_status(free: Serving) -> None:
+    async with AsyncClient(free.address) as client:
+        with pytest.raises(errors.InvalidArgument) as caught:
+            await client.complete("hello", request_id="r-7", top_p=2.0)
+    error = caught.value
+    assert isinstance(error, RpcError)
+    assert error.field == "sampling.top_p"
+    assert (error.reason, error.request_id) == (errors.Reason.SAMPLING_PARAM_OUT_OF_RANGE, "r-7")
+
+
+def test_details_that_are_none_are_left_out() -> None:
+    failed = grpc.aio.AioRpcError(
+        grpc.StatusCode.NOT_FOUND,
+        grpc.aio.Metadata(),
+        grpc.aio.Metadata(("grpc-status-details-bin", b"\xff"), ("x-request-id", "r")),
+        "nothing",
+    )
+    error = from_grpc(failed)
+    assert (str(error), error.reason, error.request_id) == ("NOT_FOUND: nothing", "", "r")
+
+
+# ---- Metadata ------------------------------------------------------------------------------------------------------
+
+SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def test_a_call_names_itself_and_its_span(server: FakeServer) -> None:
+    async with AsyncClient(server.address, metadata={"x-team": "blue"}) as client:
+        await client.complete("hello", request_id="r-1", traceparent=SPAN)
+        await client.complete("hello", request_id="not a header")
+    first, second = server.metadata
+    assert (first["x-request-id"], first["traceparent"], first["x-team"]) == ("r-1", SPAN, "blue")
+    assert "x-request-id" not in second, "the message has it, and the server says what is wrong with it"
+    assert "traceparent" not in second
+
+
+async def test_a_span_that_is_none(client: AsyncClient, server: FakeServer) -> None:
+    with pytest.raises(errors.InvalidArgument, match="traceparent = 'here'"):
+        client.generate("hello", traceparent="here")
+    with pytest.raises(errors.InvalidArgument, match="request_id = 'a b'"):
+        await client.models(request_id="a b")
+    assert server.requests == []
 
 
 # ---- Requests ------------------------------------------------------------------------------------------------------
@@ -337,6 +384,7 @@ def test_options() -> None:
         queue_timeout=1,
         time_to_first_token=0.25,
         time_per_output_token=1e-9,
+        max_chunk_delay=0.5,
     )
     assert request == text_format.Parse(
         """
@@ -350,7 +398,10 @@ def test_options() -> None:
             mode: SPECULATION_MODE_DRAFT_MODEL max_draft_tokens: 4 min_draft_tokens: 0
             verification: VERIFICATION_RULE_BLOCK
         }
-        output {content: OUTPUT_CONTENT_TEXT logprobs: 0 logprobs_mode: LOGPROBS_MODE_PROCESSED}
+        output {
+            content: OUTPUT_CONTENT_TEXT logprobs: 0 logprobs_mode: LOGPROBS_MODE_PROCESSED
+            max_chunk_delay {nanos: 500000000}
+        }
         structured {json_schema: '{"type": "integer"}'}
         scheduling {
             tenant: "t" priority: -3 queue_timeout {seconds: 1} time_to_first_token {nanos: 250000000}
@@ -390,6 +441,7 @@ def test_options() -> None:
         ("x", {"time_to_first_token": -0.5}, "scheduling.time_to_first_token = -0.5: must be seconds"),
         ("x", {"time_to_first_token": float("nan")}, "scheduling.time_to_first_token = nan: must be seconds"),
         ("x", {"time_per_output_token": float("inf")}, "scheduling.time_per_output_token = inf: must be seconds"),
+        ("x", {"max_chunk_delay": -1}, r"output.max_chunk_delay = -1: must be seconds in \[0, 1e\+09\]"),
         ("x", {"time_per_output_token": True}, "scheduling.time_per_output_token = True: must be seconds"),
         ("\ud800", {}, "prompt_text = .* must be text that UTF-8 can hold"),
         ([1, -2], {}, r"prompt_tokens.ids = \[1, -2\]: must be a sequence"),
@@ -429,7 +481,7 @@ import sys
 
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "numpy", "transformers", "tokenizers", "safetensors", "uvloop", "rich"}:
+        if name.partition(".")[0] in {"torch", "numpy", "transformers", "tokenizers", "uvloop", "rich", "typer"}:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Block())

@@ -1,118 +1,167 @@
-"""The connection to one server."""
+"""The connection to one server, on an event loop."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from enum import StrEnum
+import asyncio
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Final, Self, Unpack
+from typing import Any, Final, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2
 
-from paceline.client.errors import from_grpc
+from paceline.client.admin import AsyncAdmin
+from paceline.client.connection import CallOptions, ClientOptions, Connection
+from paceline.client.errors import RpcError, own_errors
 from paceline.client.generation import GenerateCall, Generation
+from paceline.client.health import HealthStatus, ask_health
+from paceline.client.many import ManyGenerations
+from paceline.client.models import Model, ask_model, ask_models, ask_text, ask_tokens
+from paceline.client.question import Question
 from paceline.client.request import GenerateOptions, Prompt, build_request
 from paceline.client.results import Completion
+from paceline.client.retry import Attempts, RetryPolicy
 from paceline.v1 import generation_pb2 as pb
 
-_MIB: Final = 1024 * 1024
-_CHANNEL_OPTIONS: Final = (
-    # A response with the logprobs of a long prompt is large; a request is bounded by the server.
-    ("grpc.max_receive_message_length", 64 * _MIB),
-    ("grpc.max_send_message_length", 64 * _MIB),
-    # While a stream is open, a peer that stopped answering is noticed within 30 seconds. The keepalive timeout alone
-    # does not notice a stopped process; the ping timeout does.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
-)
-_GENERATE: Final = "/paceline.v1.GenerationService/Generate"
-_HEALTH_CHECK: Final = "/grpc.health.v1.Health/Check"
+T = TypeVar("T")
 
-
-class HealthStatus(StrEnum):
-    """What a server says about itself."""
-
-    UNKNOWN = "unknown"
-    SERVING = "serving"
-    NOT_SERVING = "not_serving"
+GENERATE: Final = "/paceline.v1.GenerationService/Generate"
+GENERATE_MANY: Final = "/paceline.v1.GenerationService/GenerateMany"
+NO_RETRIES: Final = RetryPolicy(max_retries=0)
 
 
 class AsyncClient:
     """A client of one server, for use in one event loop.
 
-    Connects with the first call and reconnects by itself; it never repeats a request by itself.
+    Connects with the first call and reconnects by itself. A call that the server could not take is made again, when the
+    server asked for it, or after a short while if it could not be reached: up to `max_retries` times, within its
+    timeout, and never once there was an answer.
 
     Args:
         target: "HOST:PORT", or any other gRPC target.
-        credentials: for TLS; without it the connection is plaintext.
-        metadata: sent with every call, such as an authorization; keys in lower case.
+        options: see `ClientOptions`.
+
+    Attributes:
+        admin: what is for those who operate the server.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        credentials: grpc.ChannelCredentials | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        self._target = target
-        self._credentials = credentials
-        self._metadata = tuple((metadata or {}).items())
+    def __init__(self, target: str, **options: Unpack[ClientOptions]) -> None:
+        self._connection = Connection(target, **options)
         self._channel: grpc.aio.Channel | None = None
         self._closed = False
+        self.admin = AsyncAdmin(self._ask)
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self._connection.target!r})"
+
+    # -- generation ---------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        traceparent: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Generation:
         """The deltas of one generation; nothing is sent before they are read.
 
         Args:
             prompt: a text, token ids, or the turns of a chat.
-            timeout: seconds the generation may take, as the deadline of the RPC.
+            timeout: seconds the generation may take, retries included, as the deadline of the RPC.
+            traceparent: the span that the call belongs to (W3C trace context).
             options: see `GenerateOptions`.
 
         Raises:
             InvalidArgument: a value that a request cannot carry. What the server refuses is raised while reading,
                 as an `RpcError` that is also the error of `paceline.errors` for its status.
         """
-        return self.send(build_request(prompt, **options), timeout=timeout)
+        return self.send(build_request(prompt, **options), timeout=timeout, traceparent=traceparent)
 
     async def complete(
         self,
         prompt: Prompt,
         *,
         timeout: float | None = None,  # noqa: ASYNC109 the deadline of the RPC, which the server has to know
+        traceparent: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
         """`generate`, read to the end. For several choices (n > 1) there is `complete_all`."""
-        return await self.generate(prompt, timeout=timeout, **options).collect()
+        return await self.generate(prompt, timeout=timeout, traceparent=traceparent, **options).collect()
 
     async def complete_all(
         self,
         prompt: Prompt,
         *,
         timeout: float | None = None,  # noqa: ASYNC109 the deadline of the RPC, as above
+        traceparent: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
         """`generate`, read to the end: one completion for each of the `n` choices, in the order of their indices."""
-        return await self.generate(prompt, timeout=timeout, **options).collect_all()
+        return await self.generate(prompt, timeout=timeout, traceparent=traceparent, **options).collect_all()
 
-    def send(self, request: pb.GenerateRequest, *, timeout: float | None = None) -> Generation:
+    def send(
+        self, request: pb.GenerateRequest, *, timeout: float | None = None, traceparent: str | None = None
+    ) -> Generation:
         """`generate` for a message made by hand, which may use all of the contract."""
+        metadata = self._connection.generation_metadata(request, traceparent)
 
-        def start() -> GenerateCall:
+        def start(remaining: float | None) -> GenerateCall:
             method: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]
             method = self._connect().unary_stream(
-                _GENERATE,
+                GENERATE,
                 request_serializer=pb.GenerateRequest.SerializeToString,
                 response_deserializer=pb.GenerateResponse.FromString,
             )
-            return method(request, timeout=timeout, metadata=self._metadata)
+            return method(request, timeout=remaining, metadata=metadata)
 
-        return Generation(start, request.n or 1)
+        return Generation(start, lambda: self._begin(timeout), request.n or 1)
+
+    def many(self, *, traceparent: str | None = None) -> ManyGenerations:
+        """Many generations at once on one stream, for gateways: less work per token at both ends.
+
+        async with client.many() as many:
+            generation = await many.start("def add(a, b):", max_tokens=64)
+            async for delta in generation:
+                print(delta.text, end="")
+        """
+        metadata = self._connection.call_metadata(traceparent=traceparent)
+
+        def open_stream(requests: Any) -> grpc.aio.StreamStreamCall[pb.GenerateManyRequest, pb.GenerateManyResponse]:
+            method: grpc.aio.StreamStreamMultiCallable[pb.GenerateManyRequest, pb.GenerateManyResponse]
+            method = self._connect().stream_stream(
+                GENERATE_MANY,
+                request_serializer=pb.GenerateManyRequest.SerializeToString,
+                response_deserializer=pb.GenerateManyResponse.FromString,
+            )
+            return method(requests, metadata=metadata)
+
+        return ManyGenerations(open_stream, self._begin)
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    async def models(self, **options: Unpack[CallOptions]) -> tuple[Model, ...]:
+        """Every model that the caller may use."""
+        return await self._ask(ask_models(), **options)
+
+    async def model(self, name: str = "", **options: Unpack[CallOptions]) -> Model:
+        """The model of that name; without one, the server's only one. Raises `NotFound`."""
+        return await self._ask(ask_model(name), **options)
+
+    async def tokenize(self, prompt: Prompt, *, model: str = "", **options: Unpack[CallOptions]) -> tuple[int, ...]:
+        """The tokens of a text or of the turns of a chat, as a generation would read them."""
+        return await self._ask(ask_tokens(prompt, model), **options)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        include_special_tokens: bool = False,
+        model: str = "",
+        **options: Unpack[CallOptions],
+    ) -> str:
+        """The text of tokens, as a generation would show it."""
+        return await self._ask(ask_text(token_ids, include_special_tokens, model), **options)
 
     async def health(
         self,
@@ -121,7 +170,7 @@ class AsyncClient:
         timeout: float | None = 5.0,  # noqa: ASYNC109 the deadline of the RPC, as above
         wait_for_ready: bool = False,
     ) -> HealthStatus:
-        """Ask the server (or one of its services) how it is.
+        """Ask the server (or one of its services) how it is. Never retried: the answer is about now.
 
         Args:
             service: full name of a service; empty asks about the whole server.
@@ -131,22 +180,10 @@ class AsyncClient:
         Raises:
             RpcError: `Unavailable` or `DeadlineExceeded` when nobody answers, `NotFound` for an unknown service.
         """
-        check = self._connect().unary_unary(
-            _HEALTH_CHECK,
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        request = health_pb2.HealthCheckRequest(service=service)
-        try:
-            response = await check(request, timeout=timeout, metadata=self._metadata, wait_for_ready=wait_for_ready)
-        except grpc.aio.AioRpcError as error:
-            raise from_grpc(error) from error
-        match response.status:
-            case health_pb2.HealthCheckResponse.SERVING:
-                return HealthStatus.SERVING
-            case health_pb2.HealthCheckResponse.NOT_SERVING:
-                return HealthStatus.NOT_SERVING
-        return HealthStatus.UNKNOWN
+        metadata = self._connection.metadata
+        return await self._answer(ask_health(service), NO_RETRIES.begin(timeout), metadata, wait_for_ready)
+
+    # -- the connection -----------------------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
         """Close the connection; generations still being read end with `Cancelled`. May be called again."""
@@ -163,13 +200,49 @@ class AsyncClient:
     ) -> None:
         await self.aclose()
 
+    async def _ask(self, question: Question[T], /, **options: Unpack[CallOptions]) -> T:
+        metadata = self._connection.call_metadata(options.get("request_id"), options.get("traceparent"))
+        return await self._answer(question, self._begin(options.get("timeout")), metadata)
+
+    async def _answer(
+        self,
+        question: Question[T],
+        attempts: Attempts,
+        metadata: tuple[tuple[str, str], ...],
+        wait_for_ready: bool = False,
+    ) -> T:
+        while True:
+            method = self._connect().unary_unary(
+                question.method,
+                request_serializer=type(question.request).SerializeToString,
+                response_deserializer=question.answer.FromString,
+            )
+            try:
+                with own_errors():
+                    answer = await method(
+                        question.request,
+                        timeout=attempts.remaining(),
+                        metadata=metadata,
+                        wait_for_ready=wait_for_ready,
+                    )
+                return question.read(answer)
+            except RpcError as error:
+                delay = attempts.delay_after(error)
+                if delay is None:
+                    raise
+            await asyncio.sleep(delay)
+
+    def _begin(self, timeout: float | None) -> Attempts:
+        return self._connection.retries.begin(timeout)
+
     def _connect(self) -> grpc.aio.Channel:
         # Not in the constructor: a channel belongs to the event loop that runs when it is made.
         if self._closed:
             raise RuntimeError("the client is closed")
         if self._channel is None:
-            if self._credentials is None:
-                self._channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+            target, options = self._connection.target, self._connection.channel_options
+            if self._connection.credentials is None:
+                self._channel = grpc.aio.insecure_channel(target, options=options)
             else:
-                self._channel = grpc.aio.secure_channel(self._target, self._credentials, options=_CHANNEL_OPTIONS)
+                self._channel = grpc.aio.secure_channel(target, self._connection.credentials, options=options)
         return self._channel

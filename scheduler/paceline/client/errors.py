@@ -3,11 +3,13 @@
 A caller catches what the server meant (`except Unavailable`), or any failed RPC (`except RpcError`):
 
     PacelineError
-    +- RpcError                          any other status: INTERNAL, UNAUTHENTICATED, UNIMPLEMENTED ...
+    +- RpcError                          any other status: INTERNAL, UNIMPLEMENTED, ABORTED ...
        +- RpcInvalidArgument             and InvalidArgument
        +- RpcNotFound                    and NotFound
        +- RpcAlreadyExists               and AlreadyExists
        +- RpcFailedPrecondition          and FailedPrecondition
+       +- RpcUnauthenticated             and Unauthenticated
+       +- RpcPermissionDenied            and PermissionDenied
        +- RpcResourceExhausted           and ResourceExhausted
        +- RpcUnavailable                 and Unavailable
        +- RpcDeadlineExceeded            and DeadlineExceeded
@@ -16,10 +18,14 @@ A caller catches what the server meant (`except Unavailable`), or any failed RPC
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, cast
 
 import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from paceline.errors import (
     AlreadyExists,
@@ -29,11 +35,15 @@ from paceline.errors import (
     InvalidArgument,
     NotFound,
     PacelineError,
+    PermissionDenied,
     ResourceExhausted,
+    Unauthenticated,
     Unavailable,
 )
 
 _PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+_REQUEST_ID_KEY: Final = "x-request-id"
 
 
 class RpcError(PacelineError):
@@ -43,6 +53,10 @@ class RpcError(PacelineError):
         code: the status code.
         message: the status message, as the server wrote it.
         retry_after: seconds after which the server would like a retry; -1: it wants none; None: it did not say.
+
+    Attributes:
+        reason: why, by a stable name, if the server gave one: see `paceline.errors.Reason`.
+        request_id: under which the server's logs have it, if it said so.
     """
 
     def __init__(self, code: grpc.StatusCode, message: str, retry_after: float | None = None) -> None:
@@ -51,13 +65,15 @@ class RpcError(PacelineError):
         self.code = code
         self.message = message
         self.retry_after = retry_after
+        self.reason = ""
+        self.request_id = ""
 
     def __str__(self) -> str:
         return f"{self.code.name}: {self.message}"
 
 
 class RpcInvalidArgument(RpcError, InvalidArgument):
-    """INVALID_ARGUMENT. The message names field, value and allowed range; `field` and `allowed` stay empty."""
+    """INVALID_ARGUMENT. The message names field, value and allowed range, so that `allowed` stays empty."""
 
     field = ""
     allowed = ""
@@ -73,6 +89,14 @@ class RpcAlreadyExists(RpcError, AlreadyExists):
 
 class RpcFailedPrecondition(RpcError, FailedPrecondition):
     """FAILED_PRECONDITION."""
+
+
+class RpcUnauthenticated(RpcError, Unauthenticated):
+    """UNAUTHENTICATED: no API key or certificate, or none that the server knows."""
+
+
+class RpcPermissionDenied(RpcError, PermissionDenied):
+    """PERMISSION_DENIED."""
 
 
 class RpcResourceExhausted(RpcError, ResourceExhausted):
@@ -96,6 +120,8 @@ _ERROR_BY_CODE: Final[dict[grpc.StatusCode, type[RpcError]]] = {
     grpc.StatusCode.NOT_FOUND: RpcNotFound,
     grpc.StatusCode.ALREADY_EXISTS: RpcAlreadyExists,
     grpc.StatusCode.FAILED_PRECONDITION: RpcFailedPrecondition,
+    grpc.StatusCode.UNAUTHENTICATED: RpcUnauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: RpcPermissionDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: RpcResourceExhausted,
     grpc.StatusCode.UNAVAILABLE: RpcUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: RpcDeadlineExceeded,
@@ -108,15 +134,45 @@ def error_for(code: grpc.StatusCode, message: str, retry_after: float | None = N
     return _ERROR_BY_CODE.get(code, RpcError)(code, message, retry_after)
 
 
-def from_grpc(error: grpc.aio.AioRpcError) -> RpcError:
+def from_grpc(error: grpc.RpcError) -> RpcError:
     """The error that stands for a failed RPC, unraised."""
-    return error_for(error.code(), error.details() or "", _retry_after(error))
-
-
-def _retry_after(error: grpc.aio.AioRpcError) -> float | None:
-    for key, value in error.trailing_metadata() or ():
+    call = cast("Any", error)  # its class promises nothing, but whatever gRPC raises has the status
+    made = error_for(call.code(), call.details() or "")
+    for key, value in call.trailing_metadata() or ():
         if key == _PUSHBACK_KEY:
             # gRPC gives a number whatever was sent: what it could not read is the most negative one.
             milliseconds = int(value)
-            return milliseconds / 1000 if milliseconds >= 0 else -1.0
-    return None
+            made.retry_after = milliseconds / 1000 if milliseconds >= 0 else -1.0
+        elif key == _REQUEST_ID_KEY:
+            made.request_id = value
+        elif key == _DETAILS_KEY:
+            _add_details(made, value)
+    return made
+
+
+def _add_details(error: RpcError, packed: bytes) -> None:
+    try:
+        details = status_pb2.Status.FromString(packed).details
+    except DecodeError:  # a proxy's, perhaps; the status stands without it
+        return
+    info, request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    for detail in details:
+        if detail.Unpack(info):
+            error.reason = info.reason
+        elif detail.Unpack(request) and isinstance(error, RpcInvalidArgument) and request.field_violations:
+            error.field = request.field_violations[0].field
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Around the use of an RPC on an event loop: what gRPC raises becomes what this library raises."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_grpc(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # The RPC was cancelled under the task, which was not: to it, this is an error like any other.
+        raise error_for(grpc.StatusCode.CANCELLED, "the generation or its client was closed") from None

@@ -4,22 +4,83 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Protocol, Self
 
 import grpc
-import grpc.aio
 
-from paceline.client.errors import error_for, from_grpc
+from paceline.client.errors import RpcError, error_for, own_errors
 from paceline.client.results import Completion, Delta, Finished, Started, read_delta, read_finished, read_started
+from paceline.client.retry import Attempts
 from paceline.errors import InvalidArgument
 from paceline.v1 import generation_pb2 as pb
 
-GenerateCall: TypeAlias = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+
+class GenerateCall(Protocol):
+    """What a generation is read from: an RPC, or a part of one."""
+
+    def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]: ...
+
+    def cancel(self) -> object:
+        """Does nothing once it has ended."""
 
 
-class Generation:
+class Reading:
+    """What a generation has said so far; common to both clients.
+
+    Attributes:
+        started: what the server said first; None until then.
+        finished_by_choice: how each choice ended, by its index, for those that did. Reading mutates both.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._used = False
+        self.started: Started | None = None
+        self.finished_by_choice: dict[int, Finished] = {}
+
+    @property
+    def finished(self) -> Finished | None:
+        """How the generation ended: with several choices, the first of them. None until it did."""
+        return self.finished_by_choice.get(0)
+
+    def _use(self) -> None:
+        if self._used:
+            raise RuntimeError("a generation can be read only once")
+        self._used = True
+
+    def _take(self, response: pb.GenerateResponse) -> Delta | None:
+        if response.HasField("started"):
+            self.started = read_started(response.started)
+        if response.HasField("finished"):
+            self.finished_by_choice[response.choice] = read_finished(response.finished)
+        return read_delta(response) if response.text or response.token_ids or response.logprobs else None
+
+    def _check_end(self) -> None:
+        """The stream is over: raise unless every choice has its end."""
+        missing = [choice for choice in range(self._n) if choice not in self.finished_by_choice]
+        if missing:
+            text = f"the stream ended without a `finished` message for choice {missing[0]}"
+            raise error_for(grpc.StatusCode.INTERNAL, text)
+
+    def _check_single(self) -> None:
+        if self._n > 1:
+            raise InvalidArgument(
+                "n", self._n, "1 here; complete_all and collect_all give a completion for each choice"
+            )
+
+    def _completions(self, deltas: Iterable[Delta]) -> list[Completion]:
+        started = self.started
+        if started is None:
+            raise error_for(grpc.StatusCode.INTERNAL, "the stream had no `started` message")
+        by_choice: defaultdict[int, list[Delta]] = defaultdict(list)
+        for delta in deltas:
+            by_choice[delta.choice].append(delta)
+        return [_completion(by_choice[choice], started, self.finished_by_choice[choice]) for choice in range(self._n)]
+
+
+class Generation(Reading):
     """The deltas of one generation, to be read once by one task. Those of its n choices come as they come, mixed.
 
     The RPC starts with the first delta asked for. Leaving the loop early, by `break`, by an exception or because the
@@ -30,29 +91,29 @@ class Generation:
             print(delta.text, end="")
         print(generation.finished.reason)
 
-    Attributes:
-        started: what the server said first; None until then.
-        finished_by_choice: how each choice ended, by its index, for those that did. Reading mutates both.
+    Args:
+        start: makes an RPC that may take so many seconds.
+        begin: the attempts of this generation, counted from now.
+        n: choices.
+        call: the first attempt's, if it has been made.
     """
 
-    def __init__(self, start: Callable[[], GenerateCall], n: int = 1) -> None:
+    def __init__(
+        self,
+        start: Callable[[float | None], GenerateCall],
+        begin: Callable[[], Attempts],
+        n: int = 1,
+        call: GenerateCall | None = None,
+    ) -> None:
+        super().__init__(n)
         self._start = start
-        self._n = n
-        self._call: GenerateCall | None = None
-        self._used = False
-        self.started: Started | None = None
-        self.finished_by_choice: dict[int, Finished] = {}
-
-    @property
-    def finished(self) -> Finished | None:
-        """How the generation ended: with several choices, the first of them. None until it did."""
-        return self.finished_by_choice.get(0)
+        self._begin = begin
+        self._call = call
+        self._closing = asyncio.Event()
 
     def __aiter__(self) -> AsyncGenerator[Delta, None]:
         # A generator of its own, which only the loop holds: a `break` drops it, and the event loop then closes it.
-        if self._used:
-            raise RuntimeError("a generation can be read only once")
-        self._used = True
+        self._use()
         return self._read()
 
     async def collect(self) -> Completion:
@@ -62,10 +123,7 @@ class Generation:
             InvalidArgument: several choices (n > 1) are no single completion; nothing was sent.
             RpcError: the RPC failed.
         """
-        if self._n > 1:
-            raise InvalidArgument(
-                "n", self._n, "1 here; complete_all and collect_all give a completion for each choice"
-            )
+        self._check_single()
         [completion] = await self.collect_all()
         return completion
 
@@ -75,17 +133,12 @@ class Generation:
         Raises:
             RpcError: the RPC failed.
         """
-        deltas: defaultdict[int, list[Delta]] = defaultdict(list)
-        async for delta in self:
-            deltas[delta.choice].append(delta)
-        started = self.started
-        if started is None:
-            raise error_for(grpc.StatusCode.INTERNAL, "the stream had no `started` message")
-        return [_completion(deltas[choice], started, self.finished_by_choice[choice]) for choice in range(self._n)]
+        return self._completions([delta async for delta in self])
 
     async def aclose(self) -> None:
         """Cancel the RPC unless it has ended; who still reads gets `Cancelled`. Nothing can be read afterwards."""
         self._used = True
+        self._closing.set()
         if self._call is not None:
             self._call.cancel()
 
@@ -98,28 +151,35 @@ class Generation:
         await self.aclose()
 
     async def _read(self) -> AsyncGenerator[Delta, None]:
-        call = self._call = self._start()
+        attempts = self._begin()
+        while True:
+            call = self._call = self._call or self._start(attempts.remaining())
+            answered = False
+            try:
+                with own_errors():
+                    async for response in call:
+                        answered = True
+                        delta = self._take(response)
+                        if delta is not None:
+                            yield delta
+                break
+            except RpcError as error:
+                delay = None if answered else attempts.delay_after(error)
+                if delay is None:
+                    raise
+            finally:
+                call.cancel()  # does nothing once the RPC has ended
+            self._call = None
+            await self._pause(delay)
+        self._check_end()
+
+    async def _pause(self, seconds: float) -> None:
         try:
-            async for response in call:
-                if response.HasField("started"):
-                    self.started = read_started(response.started)
-                if response.HasField("finished"):
-                    self.finished_by_choice[response.choice] = read_finished(response.finished)
-                if response.text or response.token_ids or response.logprobs:
-                    yield read_delta(response)
-        except grpc.aio.AioRpcError as error:
-            raise from_grpc(error) from error
-        except asyncio.CancelledError:
-            if _being_cancelled():
-                raise
-            # The call was cancelled under the reader, who was not: to it, this is an error like any other.
-            raise error_for(grpc.StatusCode.CANCELLED, "the generation or its client was closed") from None
-        finally:
-            call.cancel()  # does nothing once the RPC has ended
-        missing = [choice for choice in range(self._n) if choice not in self.finished_by_choice]
-        if missing:
-            text = f"the stream ended without a `finished` message for choice {missing[0]}"
-            raise error_for(grpc.StatusCode.INTERNAL, text)
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+        except TimeoutError:
+            return
+        raise error_for(grpc.StatusCode.CANCELLED, "the generation was closed")
 
 
 def _completion(deltas: list[Delta], started: Started, finished: Finished) -> Completion:
@@ -130,8 +190,3 @@ def _completion(deltas: list[Delta], started: Started, finished: Finished) -> Co
         finished=finished,
         logprobs=tuple(token for delta in deltas for token in delta.logprobs),
     )
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

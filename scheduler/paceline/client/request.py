@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, TypedDict, Unpack, cast
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from paceline.errors import InvalidArgument
+from paceline.v1 import admin_pb2, model_pb2
 from paceline.v1 import generation_pb2 as pb
 
 
@@ -48,10 +50,12 @@ class GenerateOptions(TypedDict, total=False):
     Speculation: `speculation` ("auto"), `max_draft_tokens`, `min_draft_tokens` (bounds of the depth, in tokens),
     `verification` (the server's best; for sampled requests without a seed).
     Output: `content` ("text_and_token_ids"), `include_special_tokens` (in the text), `final_only` (one message for each
-    choice, when it ends), `logprobs` and `prompt_logprobs` (how many alternatives to each token, 0 for none),
-    `logprobs_mode` ("raw", or "processed": of the distribution that was sampled).
+    choice, when it ends), `max_chunk_delay` (seconds that tokens may be held, for fewer and larger messages),
+    `logprobs` and `prompt_logprobs` (how many alternatives to each token, 0 for none), `logprobs_mode` ("raw", or
+    "processed": of the distribution that was sampled).
     Scheduling: `priority` (higher goes first within the tenant); in seconds, `queue_timeout`, `time_to_first_token` and
-    `time_per_output_token`. What cannot be in time ends as `DeadlineExceeded`, as soon as that is seen.
+    `time_per_output_token`. What cannot be in time ends as `DeadlineExceeded`, as soon as that is seen, and who waits
+    longer than `queue_timeout` for admission as `Unavailable`, once the retries (`max_retries`) are over, too.
     Naming: `request_id`, `model`, `tenant` (whose request it is; its drafts are expected to fare as theirs did).
     """
 
@@ -85,6 +89,7 @@ class GenerateOptions(TypedDict, total=False):
     content: Content | None
     include_special_tokens: bool | None
     final_only: bool | None
+    max_chunk_delay: float | None
     logprobs: int | None
     prompt_logprobs: int | None
     logprobs_mode: LogprobsMode | None
@@ -189,6 +194,38 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
         prompt_logprobs=get("prompt_logprobs"),
         logprobs_mode=_choose("output.logprobs_mode", options.get("logprobs_mode"), _LOGPROBS_MODES),
     )
+    if options.get("max_chunk_delay") is not None:
+        _fill_time(request.output.max_chunk_delay, "output.max_chunk_delay", options["max_chunk_delay"])
+    return request
+
+
+def build_tokenize(prompt: Prompt, model: str) -> model_pb2.TokenizeRequest:
+    """The message that asks for the tokens of a text or of the turns of a chat. Raises InvalidArgument."""
+    request = model_pb2.TokenizeRequest()
+    _fill(request, "", model=model)
+    if isinstance(prompt, str):
+        _fill(request, "", text=prompt)
+        return request
+    turns = pb.GenerateRequest()
+    _set_prompt(turns, prompt)
+    if not turns.HasField("chat"):
+        raise InvalidArgument("prompt", prompt, "text or chat messages")
+    request.chat.CopyFrom(turns.chat)
+    return request
+
+
+def build_detokenize(token_ids: Sequence[int], include_special_tokens: bool, model: str) -> model_pb2.DetokenizeRequest:
+    """The message that asks for the text of tokens. Raises InvalidArgument."""
+    request = model_pb2.DetokenizeRequest()
+    _fill(request, "", model=model, token_ids=token_ids, include_special_tokens=include_special_tokens)
+    return request
+
+
+def build_drain(grace: float | None) -> admin_pb2.DrainRequest:
+    """The message that drains a server; `grace` in seconds. Raises InvalidArgument."""
+    request = admin_pb2.DrainRequest()
+    if grace is not None:
+        _fill_time(request.grace, "grace", grace)
     return request
 
 
@@ -257,12 +294,15 @@ def _fill_scheduling(request: pb.GenerateRequest, options: GenerateOptions) -> N
         request.scheduling.SetInParent()
         _fill(request.scheduling, "scheduling", tenant=options.get("tenant"), priority=options.get("priority"))
     for name in _TIMES:
-        seconds = options.get(name)
-        if seconds is None:
-            continue
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.0 < seconds <= LONGEST_TIME:
-            raise InvalidArgument(f"scheduling.{name}", seconds, f"seconds in (0, {LONGEST_TIME:g}]")
-        getattr(request.scheduling, name).FromNanoseconds(round(seconds * 1e9))
+        if options.get(name) is not None:
+            _fill_time(getattr(request.scheduling, name), f"scheduling.{name}", options[name], above_zero=True)
+
+
+def _fill_time(duration: Duration, field: str, seconds: object, above_zero: bool = False) -> None:
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not 0.0 <= seconds <= LONGEST_TIME or (above_zero and seconds == 0.0):  # type: ignore[operator]
+        raise InvalidArgument(field, seconds, f"seconds in {'(' if above_zero else '['}0, {LONGEST_TIME:g}]")
+    duration.FromNanoseconds(round(seconds * 1e9))  # type: ignore[operator]
 
 
 def _fill(message: Message, path: str, **values: object) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from paceline.v1 import generation_pb2 as pb
 
@@ -23,16 +25,19 @@ class FinishReason(StrEnum):
     DEAD_END = "dead_end"
 
 
-def _words(enum: str, prefix: str) -> dict[int, str]:
+T = TypeVar("T")
+
+
+def _words(enum: Any) -> dict[int, str]:
     """The numbers of an enum of the contract, each with its name as people write it: 3 -> "ngram"."""
-    values = pb.DESCRIPTOR.enum_types_by_name[enum].values
-    return {value.number: value.name.removeprefix(prefix).lower() for value in values}
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return {value.number: value.name.removeprefix(prefix).lower() for value in enum.values}
 
 
 _FINISH_REASONS: Final = {
-    number: FinishReason(word) for number, word in _words("FinishReason", "FINISH_REASON_").items()
+    number: FinishReason(word) for number, word in _words(pb.DESCRIPTOR.enum_types_by_name["FinishReason"]).items()
 }
-_MODES: Final = _words("SpeculationMode", "SPECULATION_MODE_")
+_MODES: Final = _words(pb.DESCRIPTOR.enum_types_by_name["SpeculationMode"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +210,9 @@ def read_finished(message: pb.Finished) -> Finished:
         usage=Usage(usage.prompt_tokens, usage.cached_prompt_tokens, usage.completion_tokens),
         speculation=_read_speculation(message.speculation),
         timing=Timing(
-            queue=_seconds(timing.queue),
-            time_to_first_token=_seconds(timing.time_to_first_token),
-            total=_seconds(timing.total),
+            queue=seconds(timing.queue),
+            time_to_first_token=seconds(timing.time_to_first_token),
+            total=seconds(timing.total),
             preemptions=timing.preemptions,
         ),
         detail=message.detail,
@@ -230,5 +235,31 @@ def _read_speculation(message: pb.SpeculationStats) -> SpeculationStats:
     )
 
 
-def _seconds(duration: Duration) -> float:
+def seconds(duration: Duration) -> float:
+    """A duration as a number."""
     return duration.seconds + duration.nanos / 1e9
+
+
+def read_fields(kind: type[T], message: Message, **given: object) -> T:
+    """The value of a message whose fields have the names of the dataclass's: durations as seconds, enums as words,
+    lists as tuples, and None for what has presence and is unset. Fields that are messages of their own are `given`.
+    """
+    names = [field.name for field in fields(kind) if field.name not in given]  # type: ignore[arg-type]
+    return kind(**given, **{name: _read_field(message, name) for name in names})
+
+
+def _read_field(message: Message, name: str) -> object:
+    field = message.DESCRIPTOR.fields_by_name[name]
+    value: Any = getattr(message, name)
+    if isinstance(value, Duration):
+        return seconds(value)
+    if field.has_presence and not message.HasField(name):
+        return None
+    if isinstance(value, Mapping):
+        return dict(value)
+    if field.enum_type is not None:
+        words = _words(field.enum_type)
+        if field.is_repeated:
+            return tuple(words.get(number, "unspecified") for number in value)
+        return words.get(value, "unspecified")
+    return tuple(value) if field.is_repeated else value

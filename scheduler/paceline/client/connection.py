@@ -1,0 +1,173 @@
+"""Where a client connects to, how, and what it says with every call: the same for both clients."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, TypeAlias, TypedDict, Unpack
+
+import grpc
+
+from paceline.client.retry import RetryPolicy
+from paceline.errors import InvalidArgument
+from paceline.v1 import generation_pb2 as pb
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
+_MIB: Final = 1024 * 1024
+_CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    # A response with the logprobs of a long prompt is large; a request is bounded by the server.
+    ("grpc.max_receive_message_length", 64 * _MIB),
+    ("grpc.max_send_message_length", 64 * _MIB),
+    # While a stream is open, a peer that stopped answering is noticed within 30 seconds. The keepalive timeout alone
+    # does not notice a stopped process; the ping timeout does.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    # Retries are ours: see retry.py. For them to find a server that has come back, connecting is tried as often.
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+)
+# What headers carry unchanged.
+_NAME: Final = re.compile(r"[!-~]{1,128}")
+_KEY: Final = re.compile(r"[!-~]+")
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_SCHEMES: Final = ("dns:///", "dns:", "ipv4:", "ipv6:")  # those after which addresses stand
+
+
+class ClientOptions(TypedDict, total=False):
+    """The keyword arguments of `Client` and `AsyncClient`.
+
+    `api_key` goes out with every call as `authorization: Bearer KEY`: over TLS, or in plaintext to this machine itself;
+    `allow_plaintext_key` sends it in plaintext anywhere.
+    `tls`: True trusts the authorities that come with gRPC, a path those in that PEM file; without it the connection is
+    plaintext. `client_certificate` and `client_key`, paths of PEM files, say who the client is (mTLS). The files are
+    read at once. `credentials`, made by hand, stand for all of these.
+    `metadata` goes out with every call; keys in lower case.
+    `max_retries` (3) of a call that the server could not take, before it has answered anything; 0 for none.
+    """
+
+    api_key: str | None
+    allow_plaintext_key: bool
+    tls: bool | str | Path
+    client_certificate: str | Path | None
+    client_key: str | Path | None
+    credentials: grpc.ChannelCredentials | None
+    metadata: Mapping[str, str] | None
+    max_retries: int
+
+
+class CallOptions(TypedDict, total=False):
+    """The keyword arguments of every call but a generation's.
+
+    `timeout`: seconds that the call may take, retries included, as its deadline. `request_id`: its name in the server's
+    logs. `traceparent`: the span it belongs to (W3C trace context).
+    """
+
+    timeout: float | None
+    request_id: str | None
+    traceparent: str | None
+
+
+class Connection:
+    """How to reach a server. Holds secrets, and shows none.
+
+    Raises:
+        InvalidArgument: an option that is not allowed, does not go with another, or names a file that cannot be read.
+        TypeError: an option that does not exist.
+    """
+
+    def __init__(self, target: str, **options: Unpack[ClientOptions]) -> None:
+        if unknown := options.keys() - ClientOptions.__annotations__.keys():
+            raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
+        max_retries = options.get("max_retries", 3)
+        if max_retries < 0:
+            raise InvalidArgument("max_retries", max_retries, "at least 0")
+        self.target = target
+        self.credentials = _credentials(options)
+        self.metadata: Metadata = tuple((options.get("metadata") or {}).items())
+        self.retries = RetryPolicy(max_retries)
+        # Between here and here a proxy of the environment has no business.
+        self.channel_options = (*_CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not is_local(target))))
+        api_key = options.get("api_key")
+        if api_key is not None:
+            if not _KEY.fullmatch(api_key):
+                raise InvalidArgument("api_key", "(not shown)", "printable ASCII characters without blanks")
+            if self.credentials is None and not is_local(target) and not options.get("allow_plaintext_key"):
+                allowed = "left out without TLS, unless allow_plaintext_key is set: everybody on the way could read it"
+                raise InvalidArgument("api_key", "(not shown)", allowed)
+            self.metadata += (("authorization", f"Bearer {api_key}"),)
+
+    def __repr__(self) -> str:
+        return f"Connection({self.target!r})"
+
+    def call_metadata(self, request_id: str | None = None, traceparent: str | None = None) -> Metadata:
+        """What a call says besides its request. Raises InvalidArgument."""
+        metadata = self.metadata
+        if request_id is not None:
+            if not _NAME.fullmatch(request_id):
+                raise InvalidArgument("request_id", request_id, "1 to 128 printable ASCII characters without blanks")
+            metadata += (("x-request-id", request_id),)
+        if traceparent is not None:
+            if not _TRACEPARENT.fullmatch(traceparent):
+                raise InvalidArgument("traceparent", traceparent, "VERSION-TRACE-PARENT-FLAGS in lower-case hex")
+            metadata += (("traceparent", traceparent),)
+        return metadata
+
+    def generation_metadata(self, request: pb.GenerateRequest, traceparent: str | None) -> Metadata:
+        """The same for a generation, whose request has its id; of one that headers do not carry, the server speaks."""
+        return self.call_metadata(request.request_id if _NAME.fullmatch(request.request_id) else None, traceparent)
+
+
+def is_local(target: str) -> bool:
+    """What is sent there never leaves this machine."""
+    if target.startswith(("unix:", "unix-abstract:")):
+        return True
+    scheme = next((scheme for scheme in _SCHEMES if target.startswith(scheme)), "")
+    return all(_is_loopback(address) for address in target.removeprefix(scheme).split(","))
+
+
+def _is_loopback(address: str) -> bool:
+    """Of HOST, HOST:PORT or [HOST]:PORT."""
+    if address.startswith("["):
+        host = address[1:].partition("]")[0]
+    else:
+        host = address if address.count(":") > 1 else address.partition(":")[0]
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _credentials(options: ClientOptions) -> grpc.ChannelCredentials | None:
+    given = options.get("credentials")
+    tls = options.get("tls", False)
+    certificate, key = options.get("client_certificate"), options.get("client_key")
+    if given is not None:
+        if tls or certificate is not None or key is not None:
+            raise InvalidArgument("credentials", given, "given alone, without tls and client_certificate")
+        return given
+    if (certificate is None) != (key is None):
+        raise InvalidArgument("client_certificate", certificate, "given with client_key, and the other way round")
+    if not tls:
+        if certificate is not None:
+            raise InvalidArgument("tls", tls, "set where there is a client_certificate")
+        return None
+    return grpc.ssl_channel_credentials(
+        root_certificates=None if tls is True else _read("tls", tls),
+        private_key=None if key is None else _read("client_key", key),
+        certificate_chain=None if certificate is None else _read("client_certificate", certificate),
+    )
+
+
+def _read(field: str, path: str | Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(field, str(path), f"a PEM file that can be read ({error.strerror})") from error

@@ -1,0 +1,240 @@
+"""Many generations on one stream, against a server that does what the prompts say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from fake_server import CANNED, SEVERAL
+from paceline import errors
+from paceline.client import AsyncClient, Completion, Generation, ManyGenerations, RpcError
+from paceline.v1 import generation_pb2 as pb
+from paceline.v1 import generation_pb2_grpc
+from support.serving import PATIENCE, Serving
+
+Context = grpc.aio.ServicerContext[pb.GenerateManyRequest, pb.GenerateManyResponse]
+
+
+class FakeMany(generation_pb2_grpc.GenerationServiceServicer):
+    """Does what the prompt says: "hang" sends a token and no more, "fail CODE [MS]" fails that generation, "busy CODE
+    MS" does so the first time, "several" has two choices, "quit" ends the stream with UNAVAILABLE, all else is canned.
+
+    Attributes:
+        messages: everything that came, in order.
+        metadata: of each stream.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[pb.GenerateManyRequest] = []
+        self.metadata: list[dict[str, str | bytes]] = []
+        self.address = ""
+
+    @property
+    def streams(self) -> int:
+        return len(self.metadata)
+
+    def prompts(self) -> list[str]:
+        return [message.start.prompt_text for message in self.messages if message.HasField("start")]
+
+    def cancelled(self) -> list[int]:
+        return [message.key for message in self.messages if message.HasField("cancel")]
+
+    async def GenerateMany(self, requests: AsyncIterator[pb.GenerateManyRequest], context: Context) -> None:
+        self.metadata.append(dict(context.invocation_metadata() or ()))
+        async for message in requests:
+            self.messages.append(message)
+            if not message.HasField("start"):
+                continue
+            answers: list[pb.KeyedResponse] = []
+            match message.start.prompt_text.split():
+                case ["hang"]:
+                    answers = [pb.KeyedResponse(response=response) for response in CANNED[:2]]
+                case ["fail", code, *retry_ms]:
+                    answers = [failed(code, *retry_ms)]
+                case ["busy", code, retry_ms] if self.prompts().count(message.start.prompt_text) == 1:
+                    answers = [failed(code, retry_ms)]
+                case ["several"]:
+                    answers = [pb.KeyedResponse(response=response) for response in SEVERAL]
+                case ["quit"]:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "going away", (("grpc-retry-pushback-ms", "-1"),))
+                case _:
+                    answers = [pb.KeyedResponse(response=response) for response in CANNED]
+            for answer in answers:
+                answer.key = message.key
+            await context.write(pb.GenerateManyResponse(responses=answers))
+
+
+def failed(code: str, retry_ms: str = "") -> pb.KeyedResponse:
+    error = pb.GenerationError(code=grpc.StatusCode[code].value[0], message=f"no [{code}] today")
+    if retry_ms:
+        error.retry_after.CopyFrom(Duration(nanos=int(retry_ms) * 1_000_000))
+    return pb.KeyedResponse(error=error)
+
+
+@asynccontextmanager
+async def fake_many() -> AsyncIterator[FakeMany]:
+    fake = FakeMany()
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(fake, server)  # type: ignore[no-untyped-call]
+    fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield fake
+    finally:
+        await server.stop(None)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeMany]:
+    async with fake_many() as fake:
+        yield fake
+
+
+@pytest.fixture
+async def client(server: FakeMany) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(server.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def many(client: AsyncClient) -> AsyncIterator[ManyGenerations]:
+    async with client.many() as made:
+        yield made
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_each_reads_its_own(many: ManyGenerations, server: FakeMany) -> None:
+    hanging = await many.start("hang")
+    generations = [await many.start(f"prompt {number}") for number in range(20)]
+    completions = await asyncio.gather(*(generation.collect() for generation in generations))
+    assert [completion.text for completion in completions] == ["abc"] * 20
+    assert completions[0].finished.stop_string == "END"
+    deltas = aiter(hanging)
+    assert (await anext(deltas)).text == "a"
+    assert server.streams == 1
+    assert len({message.key for message in server.messages}) == 21
+
+
+async def test_choices_end_one_by_one(many: ManyGenerations, server: FakeMany) -> None:
+    generation = await many.start("several", n=2)
+    first, second = await generation.collect_all()
+    assert (first.text, second.text) == ("ab", "xy")
+    await (await many.start("last")).collect()
+    assert server.cancelled() == [], "what has ended is not cancelled"
+
+
+async def test_a_start_is_sent_before_it_is_read(many: ManyGenerations, server: FakeMany) -> None:
+    await many.start("never read")
+    await until(lambda: server.prompts() == ["never read"])
+
+
+async def test_one_failure_is_one_generations(many: ManyGenerations) -> None:
+    good, bad = await many.start("good"), await many.start("fail INVALID_ARGUMENT")
+    with pytest.raises(errors.InvalidArgument, match=r"no \[INVALID_ARGUMENT\] today"):
+        await bad.collect()
+    assert (await good.collect()).text == "abc"
+
+
+async def test_a_failure_may_say_when_to_come_again(many: ManyGenerations, server: FakeMany) -> None:
+    assert (await (await many.start("busy UNAVAILABLE 1")).collect()).text == "abc"
+    assert (await (await many.start("busy RESOURCE_EXHAUSTED 1")).collect()).text == "abc"
+    with pytest.raises(errors.ResourceExhausted):
+        await (await many.start("fail RESOURCE_EXHAUSTED")).collect()
+    assert server.prompts().count("fail RESOURCE_EXHAUSTED") == 1
+    with pytest.raises(errors.Unavailable) as caught:
+        await (await many.start("fail UNAVAILABLE 1")).collect()
+    assert caught.value.retry_after == 0.001
+    assert server.prompts().count("fail UNAVAILABLE 1") == 4
+
+
+@pytest.mark.parametrize("how", ["break", "aclose", "before it is read"])
+async def test_leaving_cancels_one(many: ManyGenerations, server: FakeMany, how: str) -> None:
+    generation, other = await many.start("hang"), await many.start("other")
+    if how == "break":
+        async for _ in generation:
+            break
+    else:
+        deltas = aiter(generation)
+        if how == "aclose":
+            await anext(deltas)
+        await generation.aclose()
+    await until(lambda: server.cancelled() == [1])
+    assert (await other.collect()).text == "abc"
+
+
+async def test_a_timeout_is_one_generations(many: ManyGenerations, server: FakeMany) -> None:
+    generation, other = await many.start("hang", timeout=0.1), await many.start("hang")
+    with pytest.raises(errors.DeadlineExceeded):
+        await generation.collect()
+    await until(lambda: server.cancelled() == [1])
+    assert (await anext(aiter(other))).text == "a"
+
+
+async def test_a_stream_that_breaks_is_opened_anew(client: AsyncClient, server: FakeMany) -> None:
+    async with client.many() as many:
+        live, last = await many.start("hang"), await many.start("quit")
+        deltas = aiter(live)
+        await anext(deltas)
+        with pytest.raises(errors.Unavailable, match="going away"):
+            await anext(deltas)
+        with pytest.raises(errors.Unavailable, match="going away"):
+            await last.collect()
+        assert (await (await many.start("again")).collect()).text == "abc"
+    assert server.streams == 2
+
+
+async def test_nobody_listens() -> None:
+    async with AsyncClient("127.0.0.1:1", max_retries=1) as client, client.many() as many:
+        with pytest.raises(errors.Unavailable):
+            await (await many.start("hello")).collect()
+
+
+async def test_leaving_the_context_ends_all(client: AsyncClient) -> None:
+    async def read(generation: Generation) -> None:
+        async for _ in generation:
+            reading.set()
+
+    reading = asyncio.Event()
+    async with client.many() as many:
+        task = asyncio.create_task(read(await many.start("hang")))
+        await reading.wait()
+    with pytest.raises(errors.Cancelled):
+        await task
+    with pytest.raises(RuntimeError, match="closed"):
+        await many.start("hello")
+
+
+async def test_closing_the_client_ends_all(server: FakeMany) -> None:
+    client = AsyncClient(server.address)
+    many = client.many(traceparent=f"00-{'1' * 32}-{'2' * 16}-01")
+    generation = await many.start("hang")
+    deltas = aiter(generation)
+    await anext(deltas)
+    await client.aclose()
+    with pytest.raises(RpcError):
+        await anext(deltas)
+    await many.aclose()
+    assert server.metadata[0]["traceparent"] == f"00-{'1' * 32}-{'2' * 16}-01"
+
+
+async def test_against_the_server_itself(free: Serving) -> None:
+    """Both ways of asking give the same."""
+    async with AsyncClient(free.address) as client, client.many() as many:
+        apart = [await client.complete(f"prompt {number}", max_tokens=8) for number in range(8)]
+        generations = [await many.start(f"prompt {number}", max_tokens=8) for number in range(8)]
+        together: list[Completion] = [await generation.collect() for generation in generations]
+        with pytest.raises(errors.InvalidArgument):
+            await (await many.start("")).collect()
+    assert [made.token_ids for made in together] == [made.token_ids for made in apart]
+    await free.until(lambda: free.idle)

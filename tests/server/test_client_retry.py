@@ -1,0 +1,216 @@
+"""Calls that are made again: when, how often, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import pytest
+
+from fake_server import FakeServer, fake_server
+from paceline import errors
+from paceline.client import AsyncClient, Client, Completion
+from paceline.client.errors import error_for
+from paceline.client.retry import FIRST_BACKOFF, JITTER, LONGEST_BACKOFF, Attempts, RetryPolicy
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+RESOURCE_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+# ---- The decision --------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def attempts(timeout: float | None = None, max_retries: int = 3, jitter: float = 0.0) -> tuple[Attempts, Clock]:
+    clock = Clock()
+    return RetryPolicy(max_retries, lambda: jitter, clock).begin(timeout), clock
+
+
+@pytest.mark.parametrize(
+    ("code", "retry_after", "delay"),
+    [
+        (UNAVAILABLE, 1.5, 1.5),
+        (UNAVAILABLE, None, FIRST_BACKOFF),
+        (UNAVAILABLE, 0.0, FIRST_BACKOFF),
+        (UNAVAILABLE, -1.0, None),
+        (RESOURCE_EXHAUSTED, 0.25, 0.25),
+        (RESOURCE_EXHAUSTED, None, None),
+        (RESOURCE_EXHAUSTED, -1.0, None),
+        (grpc.StatusCode.INTERNAL, 1.0, None),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, 1.0, None),
+        (grpc.StatusCode.CANCELLED, None, None),
+    ],
+)
+def test_what_is_tried_again(code: grpc.StatusCode, retry_after: float | None, delay: float | None) -> None:
+    made, _ = attempts()
+    assert made.delay_after(error_for(code, "no", retry_after)) == delay
+
+
+def test_as_often_as_allowed() -> None:
+    made, _ = attempts(max_retries=2)
+    assert [made.delay_after(error_for(UNAVAILABLE, "no", 1.0)) for _ in range(4)] == [1.0, 1.0, None, None]
+
+
+def test_our_own_delays_double_up_to_a_bound() -> None:
+    made, _ = attempts(max_retries=7)
+    delays = [made.delay_after(error_for(UNAVAILABLE, "no")) for _ in range(7)]
+    assert delays == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_BACKOFF, LONGEST_BACKOFF])
+
+
+@pytest.mark.parametrize("retry_after", [None, 2.0])
+def test_nobody_comes_before_the_time_that_was_said(retry_after: float | None) -> None:
+    least, _ = attempts(jitter=0.0)
+    most, _ = attempts(jitter=1.0)
+    error = error_for(UNAVAILABLE, "no", retry_after)
+    delay = least.delay_after(error)
+    assert delay == (retry_after or FIRST_BACKOFF)
+    assert most.delay_after(error) == pytest.approx(delay * (1 + JITTER))
+
+
+def test_the_time_that_is_left_shrinks_over_the_attempts() -> None:
+    made, clock = attempts(timeout=10.0)
+    error = error_for(UNAVAILABLE, "no", 4.0)
+    assert made.remaining() == 10.0
+    for remaining in (6.0, 2.0):
+        delay = made.delay_after(error)
+        assert delay == 4.0
+        clock.now += delay
+        assert made.remaining() == remaining
+    assert made.delay_after(error) is None, "the deadline would come first"
+    clock.now += 5.0
+    assert made.remaining() == 0.0
+
+
+def test_no_deadline_is_none() -> None:
+    made, clock = attempts()
+    clock.now += 1e9
+    assert made.remaining() is None
+
+
+# ---- Both clients --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    async with fake_server() as fake:
+        yield fake
+
+
+Complete = Callable[..., "asyncio.Future[Completion]"]
+
+
+@pytest.fixture(params=["async", "sync"])
+async def complete(server: FakeServer, request: pytest.FixtureRequest) -> AsyncIterator[Complete]:
+    """`complete` of one client and the other, to be awaited."""
+    if request.param == "async":
+        async with AsyncClient(server.address) as client:
+            yield client.complete  # type: ignore[misc]
+    else:
+        with Client(server.address) as blocking:
+            yield lambda *args, **options: asyncio.to_thread(blocking.complete, *args, **options)  # type: ignore
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "RESOURCE_EXHAUSTED"])
+async def test_a_busy_server_gets_what_it_asked_for(complete: Complete, server: FakeServer, code: str) -> None:
+    assert (await complete(f"busy 3 {code} 1")).text == "abc"
+    assert len(server.requests) == 4
+
+
+async def test_at_last_the_error_is_the_servers(complete: Complete, server: FakeServer) -> None:
+    with pytest.raises(errors.Unavailable, match="busy") as caught:
+        await complete("busy 9 UNAVAILABLE 1")
+    assert caught.value.retry_after == 0.001
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize("prompt", ["fail UNAVAILABLE -1", "fail RESOURCE_EXHAUSTED", "fail INTERNAL 1", "fail later"])
+async def test_what_is_not_tried_again(complete: Complete, server: FakeServer, prompt: str) -> None:
+    with pytest.raises(errors.PacelineError):
+        await complete(prompt)
+    assert len(server.requests) == 1
+
+
+async def test_every_attempt_has_the_time_that_is_left(complete: Complete, server: FakeServer) -> None:
+    await complete("busy 2 UNAVAILABLE 500", timeout=10.0)
+    first, second, third = (left or 0.0 for left in server.time_left)
+    assert 10.1 > first > second + 0.25 > third + 0.5, "gRPC rounds deadlines"
+
+
+async def test_no_attempt_that_would_be_too_late(complete: Complete, server: FakeServer) -> None:
+    with pytest.raises(errors.Unavailable, match="busy"):
+        await complete("busy 9 UNAVAILABLE 60000", timeout=30.0)
+    assert len(server.requests) == 1
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("kind", ["generation", "question"])
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_server_that_is_not_there_yet(blocking: bool, kind: str) -> None:
+    """The first attempt finds nobody; only then is there a server."""
+    refused = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def jitter() -> float:
+        loop.call_soon_threadsafe(refused.set)
+        return 0.0
+
+    port = free_port()
+    client = Client(f"127.0.0.1:{port}") if blocking else AsyncClient(f"127.0.0.1:{port}")
+    client._connection.retries = RetryPolicy(max_retries=20, jitter=jitter)
+    if isinstance(client, Client):
+        call = client.complete if kind == "generation" else client.tokenize
+        waiting = asyncio.create_task(asyncio.to_thread(call, "hello"))  # type: ignore[arg-type]
+    else:
+        waiting = asyncio.create_task(client.complete("hello") if kind == "generation" else client.tokenize("hello"))  # type: ignore[arg-type]
+    await refused.wait()
+    async with fake_server(port):
+        if kind == "generation":
+            completion = await waiting
+            assert isinstance(completion, Completion)
+            assert completion.text == "abc"
+        else:
+            with pytest.raises(errors.PacelineError, match="UNIMPLEMENTED"):  # it got there
+                await waiting
+        client.close() if isinstance(client, Client) else await client.aclose()
+
+
+async def test_closing_ends_the_wait_between_attempts(server: FakeServer) -> None:
+    async with AsyncClient(server.address) as client:
+        generation = client.generate("busy 9 UNAVAILABLE 60000")
+        reading = asyncio.create_task(generation.collect())
+        while not server.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await generation.aclose()
+        with pytest.raises(errors.Cancelled):
+            await reading
+
+
+async def test_closing_ends_the_wait_of_a_thread(server: FakeServer) -> None:
+    with Client(server.address) as client:
+        generation = client.generate("busy 9 UNAVAILABLE 60000")
+        reading = asyncio.create_task(asyncio.to_thread(generation.collect))
+        while not server.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        generation.close()
+        with pytest.raises(errors.Cancelled):
+            await reading
+
+
+async def test_health_is_asked_once() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        client._connection.retries = RetryPolicy(jitter=lambda: pytest.fail("a retry"))
+        with pytest.raises(errors.Unavailable):
+            await client.health()
