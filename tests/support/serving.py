@@ -13,13 +13,15 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import FixedDepth
+from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import Method, SamplingParams
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.engine import AsyncEngine, ChatMessage, Engine
-from paceline.server import GrpcServer
+from paceline.server import GrpcServer, ServerSettings
+from paceline.server.calls import Gate
+from paceline.server.readers import ReaderBounds
 from paceline.sim import ScriptedRunner
 from paceline.sim.scripted_runner import VOCAB_SIZE
 from paceline.v1 import generation_pb2 as pb
@@ -48,6 +50,7 @@ class ToyTokenizer:
     """Prompts are their bytes; every token but EOS is shown as one letter, `width` times."""
 
     vocab_size = VOCAB_SIZE
+    has_chat_template = True
 
     def __init__(self, width: int = 1) -> None:
         self.width = width
@@ -91,6 +94,10 @@ class GatedRunner(ScriptedRunner):
         """Let every step run."""
         self._open.set()
 
+    def close(self) -> None:
+        """Let no more steps begin."""
+        self._open.clear()
+
     def execute(self, plan: StepPlan) -> StepResult:
         while not self._open.is_set() and not self._permits.acquire(timeout=0.01):
             pass
@@ -107,7 +114,16 @@ class Serving:
         address: "HOST:PORT".
     """
 
-    def __init__(self, lag: int, max_queued: int, width: int) -> None:
+    def __init__(
+        self,
+        lag: int,
+        max_queued: int,
+        width: int,
+        settings: ServerSettings | None,
+        gate: Gate | None,
+        credentials: grpc.ServerCredentials | None,
+        bounds: ReaderBounds,
+    ) -> None:
         config = SchedulerConfig(
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
@@ -121,8 +137,8 @@ class Serving:
         default = SamplingParams(temperature=0.0)
         engine = Engine(self.scheduler, self.runner, ToyTokenizer(width), MODEL, default_sampling=default)
         self.engine = AsyncEngine(engine, lag=lag)
-        self.server = GrpcServer()
-        self.address = f"127.0.0.1:{self.server.bind('127.0.0.1', 0)}"
+        self.server = GrpcServer(gate, settings, bounds)
+        self.address = f"127.0.0.1:{self.server.bind('127.0.0.1', 0, credentials)}"
         self.channel = grpc.aio.insecure_channel(self.address)
         self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
 
@@ -140,15 +156,23 @@ class Serving:
 
 @asynccontextmanager
 async def serving(
-    lag: int = 0, max_queued: int = 4096, width: int = 1, open_engine: bool = True
+    lag: int = 0,
+    max_queued: int = 4096,
+    width: int = 1,
+    open_engine: bool = True,
+    settings: ServerSettings | None = None,
+    gate: Gate | None = None,
+    credentials: grpc.ServerCredentials | None = None,
+    bounds: ReaderBounds = ReaderBounds(),
 ) -> AsyncIterator[Serving]:
     """A server whose steps are not allowed to begin with.
 
     Args:
         width: letters that a token is shown as.
         open_engine: whether the server has its engine from the start.
+        credentials: for TLS; the channel that comes along is of no use then.
     """
-    made = Serving(lag, max_queued, width)
+    made = Serving(lag, max_queued, width, settings, gate, credentials, bounds)
     await made.server.start()
     made.engine.start()
     if open_engine:
@@ -187,7 +211,8 @@ def details_of(error: grpc.aio.AioRpcError) -> dict[str, Message]:
     trailers = dict(error.trailing_metadata() or ())
     status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
     assert (status.code, status.message) == (error.code().value[0], error.details())
-    kinds = (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
+    names = ("ErrorInfo", "BadRequest", "QuotaFailure", "ResourceInfo", "RetryInfo")
+    kinds = [getattr(error_details_pb2, name) for name in names]
     found: dict[str, Message] = {}
     for packed in status.details:
         kind = next(kind for kind in kinds if packed.Is(kind.DESCRIPTOR))

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from paceline.errors import InvalidArgument, PacelineError, PermissionDenied
+from paceline.errors import InvalidArgument, PacelineError, PermissionDenied, Reason, brief
 from paceline.server.status import REQUEST_ID_KEY, abort
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -28,7 +28,14 @@ NAME: Final = re.compile(r"[!-~]{1,128}")
 # https://www.w3.org/TR/trace-context/#traceparent-header
 TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
+# Seconds. The client's clock runs out before ours, by the time that its request took to come.
+DEADLINE_SLACK: Final = 0.25
+
 logger = logging.getLogger(__name__)
+
+
+def _all_models(tenant: str) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +46,31 @@ class Caller:
         name: for logs; never a secret.
         tenant: whose requests it makes; None: it may name any tenant.
         is_admin: AdminService is open to it.
+        models_of: the models that a tenant may use, None standing for all.
     """
 
     name: str = "anybody"
     tenant: str | None = None
     is_admin: bool = False
+    models_of: Callable[[str], Collection[str] | None] = _all_models
 
     def tenant_of(self, named: str) -> str:
         """Whose a request is that names this tenant, or none (""). Raises PermissionDenied."""
         if self.tenant is None or named == self.tenant:
             return named
         if named:
-            raise PermissionDenied(f"scheduling.tenant = {named[:80]!r}: this credential is tenant {self.tenant!r}'s")
+            raise PermissionDenied(f"scheduling.tenant = {brief(named)}: this credential is of tenant {self.tenant!r}")
         return self.tenant
+
+    def may_use(self, model: str, tenant: str) -> bool:
+        """Whether requests of the tenant may use the model."""
+        models = self.models_of(tenant)
+        return models is None or model in models
+
+    def check_model(self, model: str, tenant: str) -> None:
+        """Raises PermissionDenied: not for the tenant."""
+        if not self.may_use(model, tenant):
+            raise PermissionDenied(f"model {brief(model)} is not for tenant {brief(tenant)}")
 
 
 class Gate(Protocol):
@@ -83,12 +102,16 @@ class Call:
         request_id: the client's, from the metadata "x-request-id" or its message; made up if it gave none.
         traceparent: as the client sent it, if it is one (W3C trace context); else "".
         caller: known once the RPC has been admitted.
+        tenant: whose generation it is; known once that has been accepted.
+        tokens: completion tokens of its generations that have ended; None without any.
     """
 
     method: str
     request_id: str
     traceparent: str = ""
     caller: Caller = Caller()
+    tenant: str = ""
+    tokens: int | None = None
 
 
 # Called at the end of every RPC with its status and how many seconds it took.
@@ -100,6 +123,18 @@ _CURRENT: ContextVar[Call] = ContextVar("paceline_call")
 def current_call() -> Call:
     """The RPC that the running task serves."""
     return _CURRENT.get()
+
+
+def find_call() -> Call | None:
+    """The same; None where no RPC is served."""
+    return _CURRENT.get(None)
+
+
+def internal_error(request_id: str) -> PacelineError:
+    """What a client is told of the error that is being handled; the log has it whole."""
+    logger.exception("request %s failed", request_id)
+    # Fixed text: what went wrong in here is none of the client's business.
+    return PacelineError(f"internal error; the server's log has it under request {request_id}")
 
 
 class Calls(grpc.aio.ServerInterceptor):
@@ -138,13 +173,14 @@ class Calls(grpc.aio.ServerInterceptor):
             "stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming)
         )
         behaviour = getattr(handler, kind)
-        parse = None if handler.request_deserializer is None else _parser(handler.request_deserializer)
+        # Not the library's to call: it would parse what nobody has been admitted for, and tell the client its errors.
+        parse = _parser(handler.request_deserializer)
 
         async def respond(request: Any, context: Context) -> Any:
             with self._call(method, context) as call:
                 try:
                     call.caller = self.gate.admit(method, context)
-                    asked = _whole(request) if handler.request_streaming else _checked(request)
+                    asked = _each(parse, request) if handler.request_streaming else parse(request)
                     answer = behaviour(asked, context)
                     if not hasattr(answer, "__aiter__"):
                         return await answer
@@ -153,36 +189,45 @@ class Calls(grpc.aio.ServerInterceptor):
                             await context.write(response)
                 except PacelineError as error:
                     await abort(context, error, call.request_id)
-                except grpc.aio.AbortError:
+                except (grpc.aio.AbortError, grpc.aio.InternalError):  # ended, by us or by the client
                     raise
-                except grpc.aio.InternalError:
-                    logger.debug("request %s: the client went away during a write", call.request_id)
                 except Exception:
-                    logger.exception("request %s failed", call.request_id)
-                    # Fixed text: what went wrong in here is none of the client's business.
-                    text = f"internal error; the server's log has it under request {call.request_id}"
-                    await context.abort(grpc.StatusCode.INTERNAL, text, ((REQUEST_ID_KEY, call.request_id),))
+                    await abort(context, internal_error(call.request_id), call.request_id)
 
-        return handler._replace(request_deserializer=parse, **{kind: respond})
+        return handler._replace(request_deserializer=None, **{kind: respond})
 
     @contextmanager
     def _call(self, method: str, context: Context) -> Iterator[Call]:
         """The RPC while it is served; its end is told to the observers, however it ends."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         call = Call(method, _named(metadata) or uuid.uuid4().hex, _traceparent(metadata))
+        told = call.request_id
+        context.set_trailing_metadata(((REQUEST_ID_KEY, told),))
         start = time.perf_counter()
-        code = grpc.StatusCode.CANCELLED  # unless it gets further
+        code = None
         token = _CURRENT.set(call)
         try:
             yield call
             code = grpc.StatusCode.OK
+            if call.request_id != told:  # the handler has found another in the message
+                context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
         except grpc.aio.AbortError:
             code = _status_code(context.code())
             raise
+        except grpc.aio.InternalError:
+            logger.debug("request %s: the client went away during a write", call.request_id)
         finally:
             _CURRENT.reset(token)
             for observe in self.observers:
-                observe(call, code, time.perf_counter() - start)
+                observe(call, code or _early_end(context), time.perf_counter() - start)
+
+
+def _early_end(context: Context) -> grpc.StatusCode:
+    """What the client sees of an RPC that did not come to its end."""
+    left = context.time_remaining()
+    if left is not None and left < DEADLINE_SLACK:
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+    return grpc.StatusCode.CANCELLED
 
 
 def _named(metadata: Mapping[str, str]) -> str:
@@ -203,27 +248,22 @@ def _status_code(code: Any) -> grpc.StatusCode:
     return next((known for known in grpc.StatusCode if known.value[0] == code), grpc.StatusCode.UNKNOWN)
 
 
-def _parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Messages of which bytes that are none become an error to be raised later: one raised in here would reach the
-    client as UNKNOWN, with the library's words in it.
-    """
+def _parser(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """The same, raising InvalidArgument for bytes that are no such message."""
 
     def read(data: bytes) -> Any:
+        if parse is None:
+            return data
         try:
             return parse(data)
         except DecodeError:
             kind = getattr(getattr(parse, "__self__", None), "__name__", "protobuf")
-            return InvalidArgument("request", f"{len(data)} bytes", f"a {kind} message whose strings are UTF-8")
+            allowed = f"a {kind} message whose strings are UTF-8"
+            raise InvalidArgument("request", f"{len(data)} bytes", allowed, reason=Reason.MALFORMED_REQUEST) from None
 
     return read
 
 
-def _checked(request: Any) -> Any:
-    if isinstance(request, InvalidArgument):
-        raise request
-    return request
-
-
-async def _whole(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _checked(request)
+async def _each(parse: Callable[[bytes], Any], requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for data in requests:
+        yield parse(data)

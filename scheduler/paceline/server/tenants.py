@@ -1,0 +1,64 @@
+"""The tenants file while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from paceline.config_file import TenantsFile, check_tenants, read_tenants
+from paceline.engine import Engine
+from paceline.errors import InvalidArgument
+from paceline.server.auth import KeyGate
+
+logger = logging.getLogger(__name__)
+
+
+class ServedTenants:
+    """Puts the file's keys into the gate and its policies into the scheduler, at first and whenever it is reloaded. To
+    be used on the event loop's thread, which the engine belongs to.
+
+    Args:
+        path: None stands for an empty file, in which nothing changes.
+
+    Raises:
+        InvalidArgument: the file has mistakes.
+    """
+
+    def __init__(self, path: Path | None, gate: KeyGate) -> None:
+        self._path = path
+        self._gate = gate
+        self._file = TenantsFile() if path is None else read_tenants(path)
+        self._engine: Engine | None = None
+        gate.use(self._file)
+
+    def open(self, engine: Engine) -> None:
+        """From now on, the policies of this engine. Raises InvalidArgument: the file does not go with its settings."""
+        if self._path is None:
+            return
+        check_tenants(self._file.policies, self._file.default_policy, engine.scheduler.config)
+        self._engine = engine
+        self._put(self._file)
+
+    async def reload(self) -> None:
+        """Put the file as it is now in force, after `open`. One with mistakes is logged, and the old one stays."""
+        if self._path is None or self._engine is None:
+            return
+        try:
+            file = await asyncio.to_thread(read_tenants, self._path)
+            check_tenants(file.policies, file.default_policy, self._engine.scheduler.config)
+            if self._file.has_credentials and not file.has_credentials:
+                # An editor may have saved an empty file; nobody is let in by accident.
+                allowed = "one with keys or common names, like the one in use; a restart would admit everybody"
+                raise InvalidArgument("file", str(self._path), allowed)
+        except InvalidArgument as error:
+            logger.error("the old tenants file stays in force: %s", error)
+            return
+        self._put(file)
+        logger.info("the tenants file has been read again: %d tenants", len(file.tenants))
+
+    def _put(self, file: TenantsFile) -> None:
+        assert self._engine is not None
+        self._file = file
+        self._gate.use(file)
+        self._engine.scheduler.tenants.set_policies(file.policies, file.default_policy)
