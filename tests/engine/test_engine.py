@@ -10,7 +10,7 @@ import pytest
 
 from engine.toy import VOCAB_SIZE, FailingRunner, ToyTokenizer, decode, expected, make_engine, make_request, num_free
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import FixedDepth
+from paceline.core.depth_policy import FixedDepth
 from paceline.core.grammar import Grammar, GrammarKind, GrammarSpec
 from paceline.core.params import Constraints, LogprobsParams, Method, SamplingParams, SpeculationParams, Verification
 from paceline.core.plan import (

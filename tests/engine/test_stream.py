@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import aclosing
 
 import pytest
@@ -239,3 +240,118 @@ class TestSeveralChoices:
         assert await anext(reader) == Delta("b", (3,), 0, None, None, (second,), 1, ())
         stream.put(Delta("a", (4,), 2, logprobs=(first,)))
         assert (await anext(reader)).prompt_logprobs == ()
+
+
+class TestHolding:
+    async def test_first_tokens_and_the_end_are_due_at_once(self) -> None:
+        stream, _ = make_stream()
+        stream.hold(60.0)
+        stream.put(Delta("a", (1,), 0))
+        assert stream.take() == Delta("a", (1,), 0)
+        stream.put(Delta("b", (2,), 1))
+        stream.put(Delta("c", (3,), 2))
+        assert stream.take() is None
+        stream.put(last("d", (4,), 3, 0))
+        assert stream.take() == last("bcd", (2, 3, 4), 1, 0)
+        assert stream.exhausted
+
+    async def test_what_is_held_is_due_after_a_while(self) -> None:
+        stream, _ = make_stream()
+        stream.hold(0.01)
+        stream.put(Delta("a", (1,), 0))
+        assert stream.take() is not None
+        for round_ in range(2):
+            first = 1 + 2 * round_
+            stream.put(Delta("b", (2,), first))
+            stream.put(Delta("c", (3,), first + 1))
+            assert stream.take() is None
+            assert await stream.get() == Delta("bc", (2, 3), first)
+        await stream.aclose()
+
+    async def test_each_choice_for_itself(self) -> None:
+        stream, _ = make_stream(2)
+        stream.hold(60.0)
+        stream.put(Delta("a", (1,), 0, choice=0))
+        stream.put(Delta("b", (1,), 0, choice=1))
+        assert [stream.take().choice for _ in range(2)] == [0, 1]  # type: ignore[union-attr]
+        stream.put(Delta("a", (2,), 1, choice=0))
+        stream.put(last("b", (2,), 1, 1))
+        assert stream.take() == last("b", (2,), 1, 1)
+        assert stream.take() is None
+        stream.put(last("a", (3,), 2, 0))
+        assert stream.take() == last("aa", (2, 3), 1, 0)
+
+    async def test_until_the_end_of_each(self) -> None:
+        stream, _ = make_stream(2)
+        stream.hold(math.inf)
+        for index in range(3):
+            stream.put(Delta("a", (index,), index, choice=0))
+            stream.put(Delta("b", (index,), index, choice=1))
+        assert stream.take() is None
+        stream.put(last("b", (3,), 3, 1))
+        assert stream.take() == last("bbbb", (0, 1, 2, 3), 0, 1)
+        assert stream.take() is None
+        stream.fail(EngineDead("dead"))  # and with it goes what the other had
+        with pytest.raises(EngineDead):
+            await stream.get()
+
+    async def test_what_was_held_comes_before_the_error(self) -> None:
+        stream, _ = make_stream()
+        stream.hold(60.0)
+        for index in range(3):
+            stream.put(Delta("a", (index,), index))
+        stream.fail(EngineDead("dead"))
+        assert stream.take() == Delta("aaa", (0, 1, 2), 0)
+        with pytest.raises(EngineDead):
+            stream.take()
+
+    async def test_no_timer_outlives_the_reader(self) -> None:
+        stream, _ = make_stream()
+        stream.hold(0.001)
+        told: list[None] = []
+        stream.listen(lambda: told.append(None))
+        stream.put(Delta("a", (1,), 0))
+        stream.take()
+        stream.put(Delta("b", (2,), 1))
+        await stream.aclose()
+        await asyncio.sleep(0.01)
+        assert len(told) == 1
+
+
+class TestListening:
+    async def test_told_of_all_that_may_be_taken(self) -> None:
+        stream, _ = make_stream()
+        told: list[None] = []
+        stream.put(Delta("a", (1,), 0))
+        stream.listen(lambda: told.append(None))
+        assert len(told) == 1
+        stream.put(Delta("b", (2,), 1))
+        assert stream.take() == Delta("ab", (1, 2), 0)
+        assert stream.take() is None
+        stream.fail(EngineDead("dead"))
+        assert len(told) == 3
+        with pytest.raises(EngineDead):
+            stream.take()
+
+    async def test_a_backlog_is_told_as_long_as_it_lasts(self) -> None:
+        stream, _ = make_stream(2)
+        behind: list[int] = []
+        stream.limit_backlog(2, lambda: behind.append(stream.backlog))
+        for index in range(2):
+            for choice in range(2):
+                stream.put(Delta("a", (1,), index, choice=choice))
+        assert behind == [3, 4]
+        stream.take()
+        stream.put(Delta("a", (1,), 2))
+        assert behind == [3, 4, 3]
+        assert stream.num_tokens == 5
+
+    async def test_nothing_is_told_to_who_has_left(self) -> None:
+        stream, _ = make_stream()
+        told: list[None] = []
+        stream.listen(lambda: told.append(None))
+        await stream.aclose()
+        stream.fail(Cancelled("gone"))
+        assert told == []
+        assert stream.take() is None
+        assert await stream.get() is None

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.depth import FixedDepth
+from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import StepPlan, StepResult, StepRunner
 from paceline.core.scheduler import Scheduler
@@ -46,6 +46,7 @@ class ToyTokenizer:
     """Implements `Tokenizer`. Ids below 256 are bytes, the others are pieces in turn, and the last one is special."""
 
     vocab_size = VOCAB_SIZE
+    has_chat_template = True
 
     def __init__(self) -> None:
         self.threads: list[str] = []

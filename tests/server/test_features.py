@@ -13,7 +13,7 @@ import pytest
 
 from paceline import errors
 from paceline.client import Completion, FinishReason, GenerateOptions, TokenLogprobs
-from paceline.server import generation
+from paceline.server import delivery
 from support.checkpoints import END_OF_TEXT, END_OF_TEXT_ID, tiny_checkpoint
 from support.model_serving import ModelServing, model_serving
 
@@ -98,7 +98,7 @@ async def test_logprobs_belong_to_the_tokens(
     served: ModelServing, speculation: Any, in_thread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if in_thread:
-        monkeypatch.setattr(generation, "MANY_TOKENS", 0)
+        monkeypatch.setattr(delivery, "MANY_TOKENS", 0)
     options: GenerateOptions = {"logprobs": 5, "max_tokens": 20, "ignore_eos": True, "speculation": speculation}
     completions = await served.client.complete_all(PROMPT, **options, n=2, temperature=1.0, seed=1, final_only=True)
     completions.append(await served.client.complete(PROMPT, **options, temperature=0.0))

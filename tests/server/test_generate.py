@@ -240,11 +240,3 @@ async def test_many_streams_at_once(free: Serving) -> None:
 
 async def test_model_name_may_be_given(free: Serving) -> None:
     assert (await read(free, request(model=MODEL)))[0].started.model == MODEL
-
-
-async def test_generate_many_is_not_there(free: Serving) -> None:
-    call = free.stub.GenerateMany()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "Generate" in (caught.value.details() or "")

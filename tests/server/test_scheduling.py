@@ -163,11 +163,16 @@ async def test_a_request_that_was_prepared_for_too_long(
 
 
 @pytest.mark.parametrize(
-    "bound",
-    [{"queue_timeout": seconds(1.5)}, {"time_to_first_token": seconds(1.5)}],
-    ids=lambda bound: next(iter(bound)),
+    ("bound", "code", "text"),
+    [
+        ({"queue_timeout": seconds(1.5)}, UNAVAILABLE, "not admitted within scheduling.queue_timeout, 1.5 s"),
+        ({"time_to_first_token": seconds(1.5)}, DEADLINE, "too late: the time is over"),
+    ],
+    ids=["queue_timeout", "time_to_first_token"],
 )
-async def test_a_bound_on_the_wait(serving: Serving, clock: VirtualClock, bound: dict[str, Duration]) -> None:
+async def test_a_bound_on_the_wait(
+    serving: Serving, clock: VirtualClock, bound: dict[str, Duration], code: grpc.StatusCode, text: str
+) -> None:
     """It holds while a request waits, and no longer."""
     serving.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1)}, ONE_SHARE)
     first = await begun(serving, of("a", **bound))
@@ -180,7 +185,7 @@ async def test_a_bound_on_the_wait(serving: Serving, clock: VirtualClock, bound:
     clock.advance(1.0)
     serving.runner.allow(1)
     error = await second
-    assert (error.code(), error.details()) == (DEADLINE, "too late: the time is over")
+    assert (error.code(), error.details()) == (code, text)
     assert serving.engine.num_live == 1
     serving.runner.open()
     assert (await whole(first))[-1].finished.usage.completion_tokens == 8
@@ -201,7 +206,7 @@ async def test_one_of_several_completions_that_comes_too_late_ends_all_of_them(l
         assert (len(served.scheduler.running), len(served.scheduler.waiting)) == (2, 2)
         clock.advance(2.0)
         served.runner.allow(1)
-        assert (await failure(call)).code() is DEADLINE
+        assert (await failure(call)).code() is UNAVAILABLE
         await served.until(lambda: served.idle)
         served.runner.open()
         assert await whole(served.stub.Generate(of("a")))
@@ -250,7 +255,7 @@ async def test_a_full_queue_of_a_tenant(serving: Serving) -> None:
     await check(of("a"), 2, 2.5)
     await check(two, 2, 5.0)
     calls.append(await begun(serving, of("b")))
-    async with AsyncClient(serving.address) as client:
+    async with AsyncClient(serving.address, max_retries=0) as client:
         with pytest.raises(errors.ResourceExhausted) as caught:
             await client.complete("hello", tenant="a")
     assert caught.value.retry_after == 2.5
@@ -333,7 +338,7 @@ async def test_a_deadline_wakes_those_who_wait_for_tokens(free: Serving, clock: 
     clock.advance(0.1)
     await free.until(lambda: free.idle)
     error = await call
-    assert (error.code(), error.details()) == (DEADLINE, "too late: the time is over")
+    assert (error.code(), error.details()) == (UNAVAILABLE, "not admitted within scheduling.queue_timeout, 0.1 s")
     assert plans.count(None) < 20
 
 

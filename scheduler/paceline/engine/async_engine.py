@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -13,12 +13,13 @@ from paceline.core.plan import StepPlan, StepResult
 from paceline.engine.engine import Engine
 from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stream import Stream
-from paceline.errors import Cancelled, DeadlineExceeded, EngineDead, PacelineError, Unavailable
+from paceline.errors import Cancelled, DeadlineExceeded, EngineDead, PacelineError, Reason, Unavailable
 
 logger = logging.getLogger(__name__)
 
 # Text longer than this, in characters, is tokenised in another thread: about a millisecond's worth.
 LONG_TEXT = 4096
+LONG_IDS = 256  # as much, in tokens to be made text
 IDLE_SECONDS = 1.0  # without work, before the invariants are checked
 
 
@@ -67,6 +68,11 @@ class AsyncEngine:
         return self._task is not None and not self._stopping and self._death is None
 
     @property
+    def draining(self) -> bool:
+        """New requests are refused."""
+        return self._draining or self._stopping
+
+    @property
     def num_live(self) -> int:
         """Completions that have not ended."""
         return len(self._streams)
@@ -95,6 +101,18 @@ class AsyncEngine:
         self._empty.clear()
         self._wake.set()
         return stream
+
+    async def tokenize(self, prompt: Prompt, field: str = "prompt_text") -> tuple[int, ...]:
+        """The ids of a prompt, as `submit` would read it. Arguments and errors are those of `Engine.tokenize`."""
+        if _text_length(prompt) > LONG_TEXT:
+            return await asyncio.to_thread(self.engine.tokenize, prompt, field)
+        return self.engine.tokenize(prompt, field)
+
+    async def detokenize(self, token_ids: Sequence[int], special_tokens: bool) -> str:
+        """The text of tokens, as a stream would show it. Arguments and errors are those of `Engine.detokenize`."""
+        if len(token_ids) > LONG_IDS:
+            return await asyncio.to_thread(self.engine.detokenize, token_ids, special_tokens)
+        return self.engine.detokenize(token_ids, special_tokens)
 
     def abort(self, request_id: int) -> bool:
         """End a request now, all of its completions; its stream fails with Cancelled. False if none is live.
@@ -129,9 +147,9 @@ class AsyncEngine:
         if self._death is not None:
             raise EngineDead(str(self._death))
         if self._draining or self._stopping:
-            raise Unavailable("the server is shutting down")
+            raise Unavailable("the server is shutting down", reason=Reason.DRAINING)
         if self._task is None:
-            raise Unavailable("the engine is not running yet")
+            raise Unavailable("the engine is not running yet", reason=Reason.MODEL_LOADING)
 
     def _check_time(self, request: GenerationRequest) -> None:
         """On its way here and while it was prepared, time went by."""
@@ -146,14 +164,25 @@ class AsyncEngine:
         assert self._task is None, "started twice"
         self._task = asyncio.get_running_loop().create_task(self._run(), name="paceline-steps")
 
-    async def drain(self, grace: float) -> None:
-        """Refuse new requests, and give the live ones `grace` seconds to end; the others fail with Unavailable."""
+    async def drain(self, grace: float | None) -> tuple[int, int]:
+        """Refuse new requests, and give the live ones `grace` seconds to end, or for ever; the others fail with
+        Unavailable.
+
+        Returns:
+            How many requests ended by themselves, and how many failed.
+        """
         self._draining = True
+        live = self._live_requests()
+        failed: set[int] = set()
         try:
             async with asyncio.timeout(grace):
                 await self._empty.wait()
         except TimeoutError:
+            failed = self._live_requests()
             self._end_all("the server is shutting down")
+        if self._death is not None:
+            failed = live
+        return len(live - failed), len(failed)
 
     async def stop(self) -> None:
         """End every request and the step loop; the forward that runs is waited for. More calls have no effect."""
@@ -166,8 +195,11 @@ class AsyncEngine:
         self._worker.shutdown(wait=False)
 
     def _end_all(self, reason: str) -> None:
-        for request_id in {stream.request_id for stream in self._streams.values()}:
-            self._end(request_id, Unavailable(reason))
+        for request_id in self._live_requests():
+            self._end(request_id, Unavailable(reason, reason=Reason.DRAINING))
+
+    def _live_requests(self) -> set[int]:
+        return {stream.request_id for stream in self._streams.values()}
 
     def _die(self, cause: BaseException) -> None:
         """Every live stream ends with EngineDead, and nothing starts any more. The core may be in any state."""

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from paceline.core.grammar import Grammar, GrammarCompiler
 from paceline.core.params import Constraints, Method, SamplingParams
@@ -24,15 +25,22 @@ from paceline.engine.stop_matcher import StopMatcher
 from paceline.engine.stops import Cut, StopChecker
 from paceline.engine.tokenizer import ROLES, Tokenizer
 from paceline.engine.totals import Totals
+from paceline.engine.usage import Usage
 from paceline.errors import (
-    DeadlineExceeded,
     EngineDead,
     FailedPrecondition,
     InvalidArgument,
+    PacelineError,
+    Reason,
     ResourceExhausted,
     Unavailable,
 )
 
+# Told of a completion that has ended, why it finished, or None if it was ended from outside, and when.
+EndObserver: TypeAlias = Callable[[Request, FinishReason | None, float], None]
+
+# Texts have 3 to 5; only long runs of blanks and the like come near it.
+MAX_CHARS_PER_TOKEN = 32
 SHORTEST_WAIT = 0.001  # seconds; rounding could make a shorter one end before the moment it leads up to
 
 
@@ -79,6 +87,9 @@ class Engine:
         max_logprobs: alternatives that a request may ask for at each token.
         clock: seconds.
         wait: passes so many of them, where `step` has nothing else to do.
+
+    Attributes:
+        on_end: called at the one end of every completion; they must not raise. Append to it.
     """
 
     def __init__(
@@ -108,6 +119,8 @@ class Engine:
         self.clock = clock
         self.wait = wait
         self.totals = Totals()
+        self.usage = Usage(scheduler)
+        self.on_end: list[EndObserver] = []
         self._ids = itertools.count()
         self._completions: dict[int, _Completion] = {}
         self._failed = False
@@ -139,12 +152,54 @@ class Engine:
         if request.prompt and not isinstance(request.prompt, str):
             # Each id or message is a token or more: what is too long is refused before every one is looked at.
             self.scheduler.check(len(request.prompt), request.stop, tenant)
-        prompt = self._encode_prompt(request.prompt)
+        prompt = self.tokenize(request.prompt)
         room = self.scheduler.check(len(prompt), request.stop, tenant) - len(prompt)
         if request.stop.min_tokens > room:
             allowed = f"at most {room}, the room behind the prompt"
-            raise InvalidArgument("stop.min_tokens", request.stop.min_tokens, allowed)
+            raise InvalidArgument("stop.min_tokens", request.stop.min_tokens, allowed, reason=Reason.PROMPT_TOO_LONG)
         return Prepared(prompt, self._constraints(request))
+
+    def tokenize(self, prompt: Prompt, field: str = "prompt_text") -> tuple[int, ...]:
+        """The ids of a prompt. Changes nothing, like `prepare`, and refuses what that refuses of a prompt.
+
+        Args:
+            field: what errors call a text.
+        """
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidArgument(field, prompt, "at least one character")
+            self._check_chars(field, len(prompt))
+            _check_unicode(field, prompt)
+            return self._check_ids(field, self.tokenizer.encode(prompt))
+        messages = [item for item in prompt if isinstance(item, ChatMessage)]
+        if messages:
+            if len(messages) < len(prompt):
+                raise InvalidArgument("chat.messages", prompt, "messages only")
+            self._check_chars("chat.messages", sum(len(message.content) for message in messages))
+            for index, message in enumerate(messages):
+                if message.role not in ROLES:
+                    raise InvalidArgument(f"chat.messages[{index}].role", message.role, f"one of {', '.join(ROLES)}")
+                _check_unicode(f"chat.messages[{index}].content", message.content)
+            return self._check_ids("chat.messages", self.tokenizer.apply_chat_template(messages))
+        if not prompt:
+            raise InvalidArgument("prompt_tokens.ids", [], "at least one token")
+        return self._check_ids("prompt_tokens.ids", [item for item in prompt if not isinstance(item, ChatMessage)])
+
+    def detokenize(self, token_ids: Sequence[int], special_tokens: bool) -> str:
+        """The text of tokens as a completion would show it. Changes nothing, so it may run in any thread.
+
+        Args:
+            special_tokens: shows them, too.
+
+        Raises:
+            InvalidArgument: a token id outside the vocabulary, or more tokens than a completion may have.
+        """
+        most = self.scheduler.config.max_model_len
+        if len(token_ids) > most:  # before each is looked at
+            raise InvalidArgument("token_ids", f"{len(token_ids)} ids", f"at most {most}, the model's length")
+        decoder = self.tokenizer.decoder((), special_tokens=special_tokens)
+        pieces = [decoder.push(token_id) for token_id in self._check_ids("token_ids", token_ids)]
+        return "".join(pieces) + decoder.flush()
 
     def add(self, request: GenerationRequest, prepared: Prepared | None = None) -> int:
         """Queue a request, all of its completions or none.
@@ -201,11 +256,26 @@ class Engine:
         checker = StopChecker(request.stop, self.tokenizer, prompt, self.scheduler.config.eos_token_ids, matcher)
         known: list[TokenLogprobs | None] | None = None if logprobs.prompt is None else [None] * len(prompt)
         self._completions[request_id] = _Completion(added, checker, known)
+        self.usage.of(added.tenant).completions += 1
 
     def abort(self, request_id: int) -> bool:
         """End a request; its blocks are free on return, and it has no more outputs. False if it is not live."""
-        self._completions.pop(request_id, None)
-        return self.scheduler.abort(request_id)
+        completion = self._completions.pop(request_id, None)
+        aborted = self.scheduler.abort(request_id)
+        if completion is not None:
+            self._ended(completion.request, None, self.clock())
+        return aborted
+
+    def _ended(self, request: Request, reason: FinishReason | None, now: float) -> None:
+        self.usage.of(request.tenant).book(request)
+        for observe in self.on_end:
+            observe(request, reason, now)
+
+    def forget(self) -> None:
+        """Start every estimate, count and account anew, as after a warm-up. No request is live."""
+        self.scheduler.forget()
+        self.totals = Totals()
+        self.usage = Usage(self.scheduler)
 
     @property
     def has_work(self) -> bool:
@@ -232,11 +302,13 @@ class Engine:
             return False
         return True
 
-    def take_refused(self) -> list[tuple[int, DeadlineExceeded]]:
+    def take_refused(self) -> list[tuple[int, PacelineError]]:
         """Completions that came too late, as `plan` has found: each once, with the reason. They have no outputs."""
         refused = self.scheduler.take_refused()
         for request_id, _ in refused:
-            self._completions.pop(request_id, None)
+            completion = self._completions.pop(request_id, None)
+            if completion is not None:
+                self._ended(completion.request, None, self.clock())
         return refused
 
     def seconds_to_wait(self) -> float:
@@ -278,6 +350,7 @@ class Engine:
             )
             if core.finish is not None:
                 del self._completions[core.request_id]
+                self._ended(completion.request, core.finish.reason, start)
         self.totals.add_step(result.times, sum(len(output.token_ids) for output in outputs))
         self.totals.python += self.clock() - start
         return outputs
@@ -345,25 +418,6 @@ class Engine:
             names = ", ".join(sorted(available))
             raise FailedPrecondition(f"speculation.mode = {method}: {reason}; available: {names}")
 
-    def _encode_prompt(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidArgument("prompt_text", prompt, "at least one character")
-            _check_unicode("prompt_text", prompt)
-            return self._check_ids("prompt_text", self.tokenizer.encode(prompt))
-        messages = [item for item in prompt if isinstance(item, ChatMessage)]
-        if messages:
-            if len(messages) < len(prompt):
-                raise InvalidArgument("chat.messages", prompt, "messages only")
-            for index, message in enumerate(messages):
-                if message.role not in ROLES:
-                    raise InvalidArgument(f"chat.messages[{index}].role", message.role, f"one of {', '.join(ROLES)}")
-                _check_unicode(f"chat.messages[{index}].content", message.content)
-            return self._check_ids("chat.messages", self.tokenizer.apply_chat_template(messages))
-        if not prompt:
-            raise InvalidArgument("prompt_tokens.ids", [], "at least one token")
-        return self._check_ids("prompt_tokens.ids", [item for item in prompt if not isinstance(item, ChatMessage)])
-
     def _constraints(self, request: GenerationRequest) -> Constraints:
         stop, eos_token_ids = request.stop, self.scheduler.config.eos_token_ids
         ends = () if stop.ignore_eos else eos_token_ids
@@ -407,10 +461,18 @@ class Engine:
             raise InvalidArgument(field, f"{len(token_ids)} ids", allowed)
         self._check_ids(field, token_ids)
 
+    def _check_chars(self, field: str, num_chars: int) -> None:
+        """Refuse a text that no tokenizer makes fit, before one spends seconds on it, and gigabytes."""
+        most = MAX_CHARS_PER_TOKEN * self.scheduler.config.max_model_len
+        if num_chars > most:
+            allowed = f"at most {most} characters ({MAX_CHARS_PER_TOKEN} for each token of the model's length)"
+            raise InvalidArgument(field, f"{num_chars} characters", allowed, reason=Reason.PROMPT_TOO_LONG)
+
     def _check_ids(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
-                raise InvalidArgument(field, token_id, f"token ids from 0 to {self.vocab_size - 1}")
+                allowed = f"token ids from 0 to {self.vocab_size - 1}"
+                raise InvalidArgument(field, token_id, allowed, reason=Reason.INVALID_TOKEN_ID)
         return tuple(token_ids)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.params import StopParams
 from paceline.core.plan import Finish, FinishReason
@@ -13,8 +13,7 @@ from paceline.engine.stop_matcher import StopMatcher
 from paceline.engine.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """What is left of a step's tokens.
 
     Attributes:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 from collections.abc import AsyncGenerator, Callable
 
-from paceline.engine.delta import Delta, join
+from paceline.engine.delta import Delta, PromptLogprobs, join
 from paceline.errors import PacelineError
 
 
@@ -20,13 +22,40 @@ class Stream:
     else runs, and also if reading never began, so use `async with contextlib.aclosing(stream)`; the others may take one
     turn of the event loop. One reader at a time; everything happens on the loop's thread.
 
+    A reader iterates, or awaits `get`, or asks to be told by `listen` and then takes what there is with `take`.
+
     Attributes:
         request_id: the engine's id of the first completion.
         prompt_tokens: length of the prompt.
         cached_prompt_tokens: of these, those whose KV was there already; known with the first delta. The step loop sets
             it.
+        prompt_logprobs: if the request asked for them, known with the first delta, which has them too.
         num_choices: completions.
+        backlog: tokens that nobody has taken.
     """
+
+    __slots__ = (
+        "_closed",
+        "_due",
+        "_error",
+        "_hold",
+        "_listener",
+        "_most_backlog",
+        "_num_open",
+        "_num_tokens",
+        "_num_unread",
+        "_on_abandon",
+        "_on_backlog",
+        "_timer",
+        "_waiter",
+        "_waiting",
+        "backlog",
+        "cached_prompt_tokens",
+        "num_choices",
+        "prompt_logprobs",
+        "prompt_tokens",
+        "request_id",
+    )
 
     def __init__(
         self, request_id: int, prompt_tokens: int, on_abandon: Callable[[int], None], num_choices: int = 1
@@ -34,15 +63,23 @@ class Stream:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self.cached_prompt_tokens = 0
+        self.prompt_logprobs: PromptLogprobs = ()
         self.num_choices = num_choices
+        self.backlog = 0
         self._on_abandon = on_abandon
-        self._ready = asyncio.Event()
-        self._waiting: dict[int, list[Delta]] = {}  # by choice, longest waiting first
+        self._waiting: dict[int, list[Delta]] = {}  # by choice: what nobody has taken
+        self._due: dict[int, None] = {}  # choices that may be taken, longest due first
         self._num_tokens = [0] * num_choices  # of each choice so far
         self._num_open = num_choices  # choices that may still grow
         self._num_unread = num_choices  # choices whose end the reader has not seen
         self._error: PacelineError | None = None
         self._closed = False  # nobody reads any more
+        self._hold = 0.0
+        self._timer: asyncio.TimerHandle | None = None  # runs while something is held
+        self._waiter: asyncio.Future[None] | None = None  # of `get`
+        self._listener: Callable[[], None] | None = None
+        self._most_backlog = sys.maxsize
+        self._on_backlog: Callable[[], None] | None = None
 
     # -- the engine's side --------------------------------------------------------------------------------------------
 
@@ -51,50 +88,138 @@ class Stream:
         """The engine has nothing more to say; the reader may not have seen all of it."""
         return self._num_open == 0 or self._error is not None
 
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens so far, of all choices."""
+        return sum(self._num_tokens)
+
     def put(self, delta: Delta) -> None:
         """Add a delta to what waits to be read."""
+        choice, num_tokens = delta.choice, len(delta.token_ids)
         assert not self.ended, f"request {self.request_id} goes on after its end"
-        waiting = self._waiting.setdefault(delta.choice, [])
-        ended = waiting and waiting[-1].finish is not None
-        assert not ended, f"request {self.request_id}: choice {delta.choice} goes on after its end"
-        assert delta.token_offset == self._num_tokens[delta.choice], (self.request_id, delta)
-        waiting.append(delta)
-        self._num_tokens[delta.choice] += len(delta.token_ids)
+        assert delta.token_offset == self._num_tokens[choice], (self.request_id, delta)
+        waiting = self._waiting.get(choice)
+        if waiting is None:
+            self._waiting[choice] = [delta]
+        else:
+            assert waiting[-1].finish is None, f"request {self.request_id}: choice {choice} goes on after its end"
+            waiting.append(delta)
+        if delta.prompt_logprobs:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self._num_tokens[choice] += num_tokens
         self._num_open -= delta.finish is not None
-        self._ready.set()
+        self.backlog += num_tokens
+        if self._hold and not self._ends_hold(delta):
+            if self._timer is None and self._hold < math.inf:
+                self._timer = asyncio.get_running_loop().call_later(self._hold, self._release)
+        else:
+            self._due[choice] = None
+            self._wake()
+        if self.backlog > self._most_backlog and self._on_backlog is not None:
+            self._on_backlog()
 
     def fail(self, error: PacelineError) -> None:
         """End the stream with an error. It has ended already: no effect."""
-        if not self.ended:
-            self._error = error
-            self._ready.set()
+        if self.ended:
+            return
+        self._error = error
+        if self._hold < math.inf:
+            self._release()
+        else:
+            self._wake()
+
+    def _ends_hold(self, delta: Delta) -> bool:
+        """Nobody is kept waiting for a choice's first tokens, nor for its end."""
+        return delta.finish is not None or (delta.token_offset == 0 and self._hold < math.inf)
+
+    def _release(self) -> None:
+        """Everything that waits is due."""
+        self._stop_timer()
+        self._due.update(dict.fromkeys(self._waiting))
+        self._wake()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wake(self) -> None:
+        if self._listener is not None:
+            self._listener()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     # -- the reader's side --------------------------------------------------------------------------------------------
 
+    def hold(self, seconds: float) -> None:
+        """From now on, what comes may wait so long for more to go with it; `math.inf`: until its choice ends, and if
+        the request fails before, it is dropped. A choice's end waits for nothing, nor do its first tokens, except where
+        everything waits for the end.
+        """
+        assert not self._waiting, "something has come already"
+        self._hold = seconds
+
+    @property
+    def holds(self) -> bool:
+        """What comes may wait for more to go with it."""
+        return self._hold > 0.0
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, from now on, whenever `take` may have more to give or to raise. It must not raise."""
+        self._listener = callback
+        if self._due or self._error is not None:
+            callback()
+
+    def limit_backlog(self, tokens: int, callback: Callable[[], None]) -> None:
+        """Have `callback` called by every `put` that leaves more than so many tokens behind. It must not raise."""
+        self._most_backlog, self._on_backlog = tokens, callback
+
     async def __aiter__(self) -> AsyncGenerator[Delta, None]:
         try:
-            while self._num_unread and not self._closed:
-                await self._ready.wait()
-                if not self._closed:
-                    yield self._take()
+            while (delta := await self.get()) is not None:
+                yield delta
         finally:
             await self.aclose()
+
+    async def get(self) -> Delta | None:
+        """The next delta, once one is due; None behind the last, and after `aclose`. Raises the stream's error."""
+        while True:
+            delta = self.take()
+            if delta is not None or self.exhausted:
+                return delta
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def take(self) -> Delta | None:
+        """All that is due of one choice, as one delta; None if nothing is. Raises the stream's error once nothing is
+        due before it.
+        """
+        if self._closed:
+            return None
+        if not self._due:
+            if self._error is not None:
+                raise self._error
+            return None
+        choice = next(iter(self._due))
+        del self._due[choice]
+        deltas = self._waiting.pop(choice)
+        delta = deltas[0] if len(deltas) == 1 else join(deltas)
+        self.backlog -= len(delta.token_ids)
+        self._num_unread -= delta.finish is not None
+        if not self._waiting:
+            self._stop_timer()
+        return delta
+
+    @property
+    def exhausted(self) -> bool:
+        """The reader has seen the end of every choice, or has closed the stream."""
+        return self._num_unread == 0 or self._closed
 
     async def aclose(self) -> None:
         """Stop reading. A request that has not ended is aborted before this returns; more calls have no effect."""
         self._closed = True
-        self._ready.set()
+        self._stop_timer()
+        self._listener = None
+        self._wake()
         if not self.ended:
             self._on_abandon(self.request_id)
-
-    def _take(self) -> Delta:
-        """Everything that waits of one choice, as one delta. Raises the error once nothing waits before it."""
-        if not self._waiting:
-            assert self._error is not None
-            raise self._error
-        choice = next(iter(self._waiting))
-        delta = join(self._waiting.pop(choice))
-        self._num_unread -= delta.finish is not None
-        if not self._waiting and self._error is None:
-            self._ready.clear()
-        return delta

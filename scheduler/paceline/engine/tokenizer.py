@@ -36,6 +36,11 @@ class Tokenizer(Protocol):
         """Ids are below this."""
         ...
 
+    @property
+    def has_chat_template(self) -> bool:
+        """`apply_chat_template` works."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with the special tokens that the model's tokenizer adds by itself and no others."""
         ...
@@ -84,6 +89,10 @@ class TransformersTokenizer:
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
     def encode(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=True)
 
@@ -93,7 +102,7 @@ class TransformersTokenizer:
     def apply_chat_template(self, messages: Sequence[ChatMessage]) -> list[int]:
         from jinja2 import TemplateError
 
-        if self._tokenizer.chat_template is None:
+        if not self.has_chat_template:
             raise FailedPrecondition("chat: this model has no chat template")
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:

@@ -5,9 +5,10 @@ Presence decides everywhere: a field that is unset means the model's default, 0 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
@@ -29,20 +30,22 @@ from paceline.core.params import (
 from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
 from paceline.engine import ChatMessage, Delta, GenerationRequest, Prompt
-from paceline.errors import FailedPrecondition, InvalidArgument
+from paceline.errors import FailedPrecondition, InvalidArgument, NotFound, PacelineError
 from paceline.server.calls import NAME
+from paceline.server.status import retry_ms, rule_for
 from paceline.v1 import generation_pb2 as pb
 
 # Fields of a request that this server knows and cannot honour yet. Setting one is an error that names it; a feature
 # that arrives deletes its line.
-UNSUPPORTED: Final = frozenset(
-    {
-        "output.max_chunk_delay",
-    }
-)
+UNSUPPORTED: Final[frozenset[str]] = frozenset()
 
 # Each message is looked at by itself, on the event loop.
 MAX_CHAT_MESSAGES: Final = 1 << 14
+# Of any list: more than the longest contexts have tokens.
+MAX_ITEMS: Final = 1 << 20
+
+Item = TypeVar("Item")
+MAX_CHUNK_DELAY: Final = 60.0  # seconds
 
 METHODS: Final[dict[int, Method | None]] = {
     pb.SPECULATION_MODE_UNSPECIFIED: None,
@@ -108,6 +111,14 @@ def is_map(field: FieldDescriptor) -> bool:
     return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
+def check_model(named: str, served: str) -> None:
+    """Raise NotFound if a request names (or not: "") another model than the one served."""
+    if named not in ("", served):
+        # Cut short, because a status travels in headers, which have a limit.
+        name = named[:80]
+        raise NotFound(f"model {name!r} is not served here; this server has {served!r}", kind="model", name=name)
+
+
 def read_request_id(message: pb.GenerateRequest) -> str:
     """The client's name for the request, or "". Raises InvalidArgument."""
     return _read_name("request_id", message.request_id)
@@ -149,16 +160,28 @@ def _read_prompt(message: pb.GenerateRequest) -> Prompt:
         case "prompt_text":
             return message.prompt_text
         case "prompt_tokens":
-            return tuple(message.prompt_tokens.ids)
+            return _items("prompt_tokens.ids", message.prompt_tokens.ids)
         case "chat":
-            if not message.chat.messages:  # to the engine, nothing at all is a list of ids
-                raise InvalidArgument("chat.messages", [], "at least one message")
-            if len(message.chat.messages) > MAX_CHAT_MESSAGES:
-                size = f"{len(message.chat.messages)} messages"
-                raise InvalidArgument("chat.messages", size, f"at most {MAX_CHAT_MESSAGES} messages")
-            return tuple(ChatMessage(turn.role, turn.content) for turn in message.chat.messages)
+            return read_chat(message.chat)
         case _:
             raise InvalidArgument("prompt", None, "one of prompt_text, prompt_tokens and chat")
+
+
+def _items(field: str, values: Sequence[Item]) -> tuple[Item, ...]:
+    """All of a list, which others judge. Raises InvalidArgument: it takes long to copy, and can only be wrong."""
+    if len(values) > MAX_ITEMS:
+        raise InvalidArgument(field, f"{len(values)} values", f"at most {MAX_ITEMS} values")
+    return tuple(values)
+
+
+def read_chat(chat: pb.ChatMessages) -> tuple[ChatMessage, ...]:
+    """A conversation. Raises InvalidArgument: there is none, or too much of it."""
+    if not chat.messages:  # to the engine, nothing at all is a list of ids
+        raise InvalidArgument("chat.messages", [], "at least one message")
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        size = f"{len(chat.messages)} messages"
+        raise InvalidArgument("chat.messages", size, f"at most {MAX_CHAT_MESSAGES} messages")
+    return tuple(ChatMessage(turn.role, turn.content) for turn in chat.messages)
 
 
 def _read_sampling(message: pb.SamplingParams, default: SamplingParams) -> SamplingParams:
@@ -168,7 +191,7 @@ def _read_sampling(message: pb.SamplingParams, default: SamplingParams) -> Sampl
         if is_map(field):
             given[field.name] = _read_biases(field.name, value)
         elif field.is_repeated:
-            given[field.name] = tuple(value)
+            given[field.name] = _items(f"sampling.{field.name}", value)
         else:
             given[field.name] = _shortest_decimal(value) if isinstance(value, float) else value
     return replace(default, **given)
@@ -191,8 +214,8 @@ def _shortest_decimal(value: float) -> float:
 def _read_stop(message: pb.StopParams, output: pb.OutputParams) -> StopParams:
     return StopParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        strings=tuple(message.strings),
-        token_ids=tuple(message.token_ids),
+        strings=_items("stop.strings", message.strings),
+        token_ids=_items("stop.token_ids", message.token_ids),
         ignore_eos=message.ignore_eos,
         include_stop_string=message.include_stop_string,
         min_tokens=message.min_tokens,
@@ -220,7 +243,17 @@ def _read_scheduling(message: pb.SchedulingParams, deadline: float | None) -> Sc
     )
 
 
-def _read_seconds(message: pb.SchedulingParams, name: str) -> float | None:
+def read_hold(output: pb.OutputParams) -> float:
+    """How long tokens may wait for others to go with them, in seconds; `math.inf`: until their choice ends. Raises
+    InvalidArgument.
+    """
+    delay = _read_seconds(output, "max_chunk_delay") or 0.0
+    if not 0.0 <= delay <= MAX_CHUNK_DELAY:
+        raise InvalidArgument("output.max_chunk_delay", delay, f"between 0 and {MAX_CHUNK_DELAY:g} seconds")
+    return math.inf if output.final_only else delay
+
+
+def _read_seconds(message: pb.SchedulingParams | pb.OutputParams, name: Any) -> float | None:
     if not message.HasField(name):
         return None
     duration: Duration = getattr(message, name)
@@ -242,7 +275,7 @@ def _read_grammar(message: pb.StructuredOutput) -> GrammarSpec | None:
     if kind == "choice":
         if not message.choice.values:
             raise InvalidArgument("structured.choice", [], "at least one text")
-        return GrammarSpec(GrammarKind.CHOICE, choices=tuple(message.choice.values))
+        return GrammarSpec(GrammarKind.CHOICE, choices=_items("structured.choice.values", message.choice.values))
     text: str = getattr(message, kind)
     if not text:
         raise InvalidArgument(f"structured.{kind}", text, "at least one character")
@@ -252,16 +285,33 @@ def _read_grammar(message: pb.StructuredOutput) -> GrammarSpec | None:
 # -- responses --------------------------------------------------------------------------------------------------------
 
 
-def write_delta(delta: Delta, content: pb.OutputContent) -> pb.GenerateResponse:
-    """The message for a delta, with the parts of it that the client asked for."""
-    return pb.GenerateResponse(
-        token_offset=delta.token_offset,
-        token_ids=delta.token_ids if content in WITH_TOKEN_IDS else (),
-        text=delta.text if content in WITH_TEXT else "",
-        logprobs=write_logprobs(delta.logprobs),
-        finished=None if delta.finish is None else _write_finished(delta.finish, delta.stats),
-        choice=delta.choice,
-    )
+def write_delta(delta: Delta, has_text: bool, has_token_ids: bool, response: pb.GenerateResponse) -> None:
+    """Put a delta into an empty message, with the parts of it that the client asked for.
+
+    Most messages hold a token and little else, so only what is there is set: that is four times as fast as giving
+    everything to the constructor.
+    """
+    if delta.choice:
+        response.choice = delta.choice
+    if delta.token_offset:
+        response.token_offset = delta.token_offset
+    if has_text:
+        response.text = delta.text
+    if has_token_ids:
+        response.token_ids.extend(delta.token_ids)
+    if delta.logprobs:
+        response.logprobs.extend(write_logprobs(delta.logprobs))
+    if delta.finish is not None:
+        response.finished.CopyFrom(_write_finished(delta.finish, delta.stats))
+
+
+def write_error(error: PacelineError) -> pb.GenerationError:
+    """A failure in band: what the status of an RPC would say, without its details."""
+    failure = pb.GenerationError(code=rule_for(error).code.value[0], message=str(error), reason=error.reason)
+    delay = retry_ms(error)
+    if delay is not None and delay > 0:
+        failure.retry_after.FromMilliseconds(delay)
+    return failure
 
 
 def write_logprobs(logprobs: Iterable[TokenLogprobs | None]) -> list[pb.TokenLogprobs]:
@@ -305,15 +355,15 @@ def _write_finished(finish: Finish, stats: RequestStats | None) -> pb.Finished:
             saved_seconds=stats.saved_seconds,
         ),
         timing=pb.Timing(
-            queue=_duration(stats.queue_seconds),
-            time_to_first_token=_duration(stats.time_to_first_token),
-            total=_duration(stats.total_seconds),
+            queue=write_duration(stats.queue_seconds),
+            time_to_first_token=write_duration(stats.time_to_first_token),
+            total=write_duration(stats.total_seconds),
             preemptions=stats.preemptions,
         ),
     )
 
 
-def _duration(seconds: float) -> Duration:
+def write_duration(seconds: float) -> Duration:
     duration = Duration()
     duration.FromNanoseconds(round(seconds * 1e9))
     return duration

@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses: one table, and the details that ride along."""
+"""Errors as gRPC statuses: one table, and the details that ride along. For clients: docs/errors.md."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_status import rpc_status
 
 from paceline import errors
+from paceline.errors import Reason
 
 DOMAIN: Final = "paceline"
 REQUEST_ID_KEY: Final = "x-request-id"
@@ -21,39 +22,49 @@ NEVER: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class StatusRule:
-    """How a class of errors is told to a client.
+    """How a client is told that something went wrong.
 
     Attributes:
-        reason: stable name for programs.
-        retry_ms: when a retry is worth it, in milliseconds; NEVER; or None where the code says it all. Not 0, on which
-            some clients hang.
+        retry_ms: when a retry is worth it, in milliseconds, unless the error tells; NEVER; or None where the code says
+            it all. Not 0, on which some clients hang.
     """
 
     code: grpc.StatusCode
-    reason: str
     retry_ms: int | None = None
 
 
-STATUS_RULES: Final[dict[type[errors.PacelineError], StatusRule]] = {
-    errors.InvalidArgument: StatusRule(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
-    errors.NotFound: StatusRule(grpc.StatusCode.NOT_FOUND, "NOT_FOUND"),
-    errors.AlreadyExists: StatusRule(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"),
-    errors.FailedPrecondition: StatusRule(grpc.StatusCode.FAILED_PRECONDITION, "FEATURE_NOT_ENABLED"),
-    errors.Unauthenticated: StatusRule(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
-    errors.PermissionDenied: StatusRule(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"),
-    errors.ResourceExhausted: StatusRule(grpc.StatusCode.RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED", NEVER),
-    errors.Unavailable: StatusRule(grpc.StatusCode.UNAVAILABLE, "TRY_AGAIN", 500),
-    errors.DeadlineExceeded: StatusRule(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
-    errors.Cancelled: StatusRule(grpc.StatusCode.CANCELLED, "CANCELLED"),
-    errors.ModelLoadError: StatusRule(grpc.StatusCode.INTERNAL, "MODEL_LOAD_ERROR"),
-    errors.EngineDead: StatusRule(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST", 5000),
-    errors.PacelineError: StatusRule(grpc.StatusCode.INTERNAL, "INTERNAL"),
+STATUS_RULES: Final[dict[str, StatusRule]] = {
+    Reason.INVALID_FIELD: StatusRule(grpc.StatusCode.INVALID_ARGUMENT),
+    Reason.SAMPLING_PARAM_OUT_OF_RANGE: StatusRule(grpc.StatusCode.INVALID_ARGUMENT),
+    Reason.INVALID_TOKEN_ID: StatusRule(grpc.StatusCode.INVALID_ARGUMENT),
+    # Not OUT_OF_RANGE, which would say that it may pass one day.
+    Reason.PROMPT_TOO_LONG: StatusRule(grpc.StatusCode.INVALID_ARGUMENT),
+    Reason.TOO_MANY_STOP_STRINGS: StatusRule(grpc.StatusCode.INVALID_ARGUMENT),
+    Reason.MALFORMED_REQUEST: StatusRule(grpc.StatusCode.INVALID_ARGUMENT),
+    Reason.NOT_FOUND: StatusRule(grpc.StatusCode.NOT_FOUND),
+    Reason.DUPLICATE_REQUEST_ID: StatusRule(grpc.StatusCode.ALREADY_EXISTS),
+    Reason.FEATURE_NOT_ENABLED: StatusRule(grpc.StatusCode.FAILED_PRECONDITION),
+    Reason.UNAUTHENTICATED: StatusRule(grpc.StatusCode.UNAUTHENTICATED),
+    Reason.PERMISSION_DENIED: StatusRule(grpc.StatusCode.PERMISSION_DENIED),
+    Reason.TENANT_QUOTA_EXCEEDED: StatusRule(grpc.StatusCode.RESOURCE_EXHAUSTED, NEVER),
+    Reason.EXCEEDS_KV_CACHE: StatusRule(grpc.StatusCode.RESOURCE_EXHAUSTED, NEVER),
+    Reason.SLOW_CONSUMER: StatusRule(grpc.StatusCode.RESOURCE_EXHAUSTED, NEVER),
+    Reason.RESOURCE_EXHAUSTED: StatusRule(grpc.StatusCode.RESOURCE_EXHAUSTED, NEVER),
+    Reason.MODEL_LOADING: StatusRule(grpc.StatusCode.UNAVAILABLE, 500),
+    Reason.QUEUE_FULL: StatusRule(grpc.StatusCode.UNAVAILABLE, 500),
+    Reason.QUEUE_TIMEOUT: StatusRule(grpc.StatusCode.UNAVAILABLE, 500),
+    Reason.DRAINING: StatusRule(grpc.StatusCode.UNAVAILABLE, 500),
+    Reason.ENGINE_LOST: StatusRule(grpc.StatusCode.UNAVAILABLE, 5000),
+    Reason.UNAVAILABLE: StatusRule(grpc.StatusCode.UNAVAILABLE, 500),
+    Reason.DEADLINE_EXCEEDED: StatusRule(grpc.StatusCode.DEADLINE_EXCEEDED),
+    Reason.CANCELLED: StatusRule(grpc.StatusCode.CANCELLED),
+    Reason.INTERNAL: StatusRule(grpc.StatusCode.INTERNAL),
 }
 
 
 def rule_for(error: errors.PacelineError) -> StatusRule:
-    """The rule of the error's class, or of the nearest class above it that has one."""
-    return next(STATUS_RULES[kind] for kind in type(error).__mro__ if kind in STATUS_RULES)
+    """The rule of the error's reason."""
+    return STATUS_RULES[error.reason]
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.PacelineError, request_id: str) -> Never:
@@ -63,28 +74,42 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.Pacel
     for detail in _details(error, rule, request_id):
         status.details.add().Pack(detail)
     metadata = [*rpc_status.to_status(status).trailing_metadata, (REQUEST_ID_KEY, request_id)]
-    retry_ms = _retry_ms(error, rule)
-    if retry_ms is not None:
-        metadata.append((PUSHBACK_KEY, str(retry_ms)))
+    pushback = retry_ms(error)
+    if pushback is not None:
+        metadata.append((PUSHBACK_KEY, str(pushback)))
     await context.abort(rule.code, str(error), tuple(metadata))
 
 
-def _retry_ms(error: errors.PacelineError, rule: StatusRule) -> int | None:
+def retry_ms(error: errors.PacelineError) -> int | None:
     """As the error itself tells, or else as its rule does."""
     retry_after: float | None = getattr(error, "retry_after", None)
-    return rule.retry_ms if retry_after is None else max(1, round(1000 * retry_after))
+    return rule_for(error).retry_ms if retry_after is None else max(1, round(1000 * retry_after))
 
 
 def _details(error: errors.PacelineError, rule: StatusRule, request_id: str) -> list[Message]:
     details: list[Message] = [
-        error_details_pb2.ErrorInfo(reason=rule.reason, domain=DOMAIN, metadata={"request_id": request_id})
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata={"request_id": request_id})
     ]
     if isinstance(error, errors.InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    retry_ms = _retry_ms(error, rule)
-    if retry_ms is not None and retry_ms > 0:
+    if isinstance(error, errors.QuotaExceeded):
+        details.append(error_details_pb2.QuotaFailure(violations=[_quota_violation(error)]))
+    if isinstance(error, errors.NotFound) and error.name:
+        text = str(error)
+        details.append(
+            error_details_pb2.ResourceInfo(resource_type=error.kind, resource_name=error.name, description=text)
+        )
+    pushback = retry_ms(error)
+    if pushback is not None and pushback > 0:
         delay = Duration()
-        delay.FromMilliseconds(retry_ms)
+        delay.FromMilliseconds(pushback)
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return details
+
+
+def _quota_violation(error: errors.QuotaExceeded) -> Message:
+    violation: Message = error_details_pb2.QuotaFailure.Violation(
+        subject=f"tenant:{error.tenant}", description=str(error), quota_id=error.limit, quota_value=error.granted
+    )
+    return violation

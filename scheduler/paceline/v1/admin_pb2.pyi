@@ -111,7 +111,7 @@ class GetStatsResponse(_message.Message):
     def __init__(self, uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., speculation: _Optional[_Union[SpeculationReport, _Mapping]] = ...) -> None: ...
 
 class TenantStats(_message.Message):
-    __slots__ = ("tenant", "requests", "ended", "prompt_tokens", "cached_prompt_tokens", "completion_tokens", "drafted_tokens", "accepted_tokens", "engine_seconds", "rejected_seconds", "queue_seconds", "preemptions", "running_requests", "waiting_requests", "weight")
+    __slots__ = ("tenant", "requests", "ended", "prompt_tokens", "cached_prompt_tokens", "completion_tokens", "drafted_tokens", "accepted_tokens", "engine_seconds", "rejected_seconds", "queue_seconds", "preemptions", "running_requests", "waiting_requests", "weight", "saved_seconds", "service_seconds")
     class EndedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,8 @@ class TenantStats(_message.Message):
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     requests: int
     ended: _containers.ScalarMap[str, int]
@@ -149,7 +151,9 @@ class TenantStats(_message.Message):
     running_requests: int
     waiting_requests: int
     weight: float
-    def __init__(self, tenant: _Optional[str] = ..., requests: _Optional[int] = ..., ended: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., engine_seconds: _Optional[float] = ..., rejected_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., preemptions: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
+    saved_seconds: float
+    service_seconds: float
+    def __init__(self, tenant: _Optional[str] = ..., requests: _Optional[int] = ..., ended: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., engine_seconds: _Optional[float] = ..., rejected_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., preemptions: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., weight: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., service_seconds: _Optional[float] = ...) -> None: ...
 
 class SpeculationReport(_message.Message):
     __slots__ = ("depth", "tokens_per_second", "drafters", "saved_seconds", "rejected_seconds", "checked_saved_seconds")
@@ -175,8 +179,8 @@ class DrafterStats(_message.Message):
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     mode: _generation_pb2.SpeculationMode
-    rule: _generation_pb2.VerificationRule
+    rule: str
     acceptance: _containers.RepeatedScalarFieldContainer[float]
     drafted_tokens: int
     accepted_tokens: int
-    def __init__(self, mode: _Optional[_Union[_generation_pb2.SpeculationMode, str]] = ..., rule: _Optional[_Union[_generation_pb2.VerificationRule, str]] = ..., acceptance: _Optional[_Iterable[float]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, mode: _Optional[_Union[_generation_pb2.SpeculationMode, str]] = ..., rule: _Optional[str] = ..., acceptance: _Optional[_Iterable[float]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...

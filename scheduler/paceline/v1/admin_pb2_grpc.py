@@ -72,14 +72,15 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """The generations that have not ended.
+        """The generations that have not ended, in the order in which they came.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelGeneration(self, request, context):
-        """Ends a generation with CANCELLED; NOT_FOUND if none of that id is live.
+        """Ends a generation with CANCELLED; NOT_FOUND if none of that id is live. One that has ended but whose client is behind
+        with reading is not live.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +89,7 @@ class AdminServiceServicer:
     def Drain(self, request, context):
         """Turns health to NOT_SERVING and refuses new generations with UNAVAILABLE; live ones go on to their end. Answers once
         they have ended, or after `grace`, when those left have been failed with UNAVAILABLE. The process stays, to be
-        stopped by a signal.
+        stopped by a signal; there is no way back, also not by cancelling the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

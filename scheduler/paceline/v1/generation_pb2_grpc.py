@@ -59,7 +59,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Many prompts on one stream, for gateways: one message carries every stream's tokens of an engine step.
+        """Many prompts on one stream, for gateways: one message carries every stream's tokens of an engine step. See
+        `GenerateManyRequest`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -74,7 +74,7 @@ class ModelServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """The tokens of a text or a conversation, as a generation would read them.
+        """The tokens of a text or a conversation, as a generation would read them; they may be more than the model takes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,258 @@
+"""Many generations on one RPC: each message carries what became ready for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final, TypeAlias
+
+import grpc
+
+from paceline.engine import Delta
+from paceline.errors import Cancelled, InvalidArgument, PacelineError, Reason, ResourceExhausted, Unavailable
+from paceline.server.calls import current_call, internal_error
+from paceline.server.convert import write_error
+from paceline.server.delivery import Delivery
+from paceline.server.readers import Watch, send_headers
+from paceline.v1 import generation_pb2 as pb
+
+# The generation that a message asks for, by the name that it gets if the message has none.
+Deliver: TypeAlias = Callable[[pb.GenerateRequest, str], AbstractAsyncContextManager[Delivery]]
+
+MAX_LIVE: Final = 4096  # generations on one RPC, as many as streams on a connection
+# A message is sent once it has about so many bytes: clients take 4 MiB, and what is behind gets its turn.
+FULL: Final = 1 << 19
+
+logger = logging.getLogger(__name__)
+
+
+class _Keyed:
+    """One generation of the RPC.
+
+    Attributes:
+        key: the client's.
+        task: holds what the generation holds, until it is cancelled or `ended` is set.
+        delivery: None until the engine has taken it.
+        error: its last word, if it failed.
+        ended: with the error that the stream ended with, if it did.
+    """
+
+    __slots__ = ("delivery", "ended", "error", "key", "task")
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.task: asyncio.Task[None] | None = None
+        self.delivery: Delivery | None = None
+        self.error: PacelineError | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class ManyGenerations:
+    """The generations of one RPC. One task reads what the client sends, one task holds each generation, and the RPC's
+    own task writes: it collects whatever the engine has put into the streams meanwhile, so while a write is blocked,
+    what waits is merged there, and memory is bounded by the completions.
+
+    Args:
+        deliver: runs a generation.
+        context: of the RPC.
+        watch: of the RPC's task.
+    """
+
+    def __init__(
+        self,
+        deliver: Deliver,
+        context: grpc.aio.ServicerContext[pb.GenerateManyRequest, pb.GenerateManyResponse],
+        watch: Watch,
+    ) -> None:
+        self._deliver = deliver
+        self._context = context
+        self._watch = watch
+        self._name = current_call().request_id
+        self._numbers = itertools.count(1)
+        self._live: dict[int, _Keyed] = {}  # by key: their last response has not been collected
+        self._ready: dict[_Keyed, None] = {}  # have something to tell, longest first
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()  # for the writer
+        self._has_room = asyncio.Event()  # for the reader
+        self._closing = False
+
+    def close(self) -> None:
+        """The server shuts down: the RPC ends once nothing lives on it."""
+        self._closing = True
+        self._wake.set()
+
+    async def serve(self, requests: AsyncIterator[pb.GenerateManyRequest]) -> None:
+        """Until the client has sent its last request and every generation has ended. Leaving early ends them all.
+
+        Raises:
+            InvalidArgument: a request that is none, or whose key is taken.
+            Unavailable: the server shuts down, and nothing lives any more.
+        """
+        reader = asyncio.create_task(self._read(requests))
+        reader.add_done_callback(lambda task: self._wake.set())
+        try:
+            await self._write(reader)
+        finally:
+            tasks = [reader, *self._tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def _read(self, requests: AsyncIterator[pb.GenerateManyRequest]) -> None:
+        async for request in requests:
+            match request.WhichOneof("action"):
+                case "start":
+                    self._start(request.key, request.start)
+                case "cancel":
+                    self._cancel(request.key)
+                case _:
+                    raise InvalidArgument("action", None, "start or cancel")
+            while len(self._ready) > MAX_LIVE:  # more refusals than it reads
+                self._has_room.clear()
+                await self._has_room.wait()
+
+    def _start(self, key: int, request: pb.GenerateRequest) -> None:
+        if key in self._live:
+            raise InvalidArgument("key", key, "no key of a generation that is live on this stream")
+        keyed = _Keyed(key)
+        name = f"{self._name}/{next(self._numbers)}"
+        if len(self._live) >= MAX_LIVE:
+            text = f"{MAX_LIVE} generations are live on this stream, and no more may be"
+            self._fail(keyed, ResourceExhausted(text, retry_after=1.0))
+            return
+        self._live[key] = keyed
+        keyed.task = asyncio.create_task(self._generate(keyed, request, name))
+        self._tasks.add(keyed.task)
+        keyed.task.add_done_callback(self._tasks.discard)
+
+    def _cancel(self, key: int) -> None:
+        """It may have ended just now: then its last word is on its way, and there is nothing to do."""
+        keyed = self._live.pop(key, None)
+        if keyed is not None:
+            assert keyed.task is not None
+            keyed.task.cancel()
+            self._fail(keyed, Cancelled("the client has cancelled the generation"))
+
+    async def _generate(self, keyed: _Keyed, request: pb.GenerateRequest, name: str) -> None:
+        """Hold a generation while it lives."""
+        try:
+            async with self._deliver(request, name) as delivery:
+                keyed.delivery = delivery
+                self._watch.watch(delivery.stream)
+                delivery.stream.listen(lambda: self._tell(keyed))
+                await keyed.ended
+        except PacelineError as error:
+            self._fail(keyed, error)
+        except Exception:
+            self._fail(keyed, internal_error(request.request_id or name))
+
+    # -- responses ----------------------------------------------------------------------------------------------------
+
+    def _fail(self, keyed: _Keyed, error: PacelineError) -> None:
+        keyed.error = error
+        self._tell(keyed)
+
+    def _tell(self, keyed: _Keyed) -> None:
+        self._ready[keyed] = None
+        self._wake.set()
+
+    async def _write(self, reader: asyncio.Task[None]) -> None:
+        begun = False
+        while True:
+            self._wake.clear()
+            if reader.done():
+                reader.result()  # raises what was wrong with a request
+            if self._ready:
+                message = await self._collect()
+                self._has_room.set()
+                if message.responses:
+                    if not begun:
+                        await send_headers(self._context, self._name)
+                        begun = True
+                    self._watch.begin()
+                    await self._context.write(message)
+                    self._watch.end()
+                continue
+            if not self._live:
+                if reader.done():
+                    return
+                if self._closing:
+                    raise Unavailable("the server is shutting down", reason=Reason.DRAINING)
+            await self._wake.wait()
+
+    async def _collect(self) -> pb.GenerateManyResponse:
+        """A message with what is ready, or as much of it as fits."""
+        message = pb.GenerateManyResponse()
+        ready, self._ready = self._ready, {}
+        large: list[tuple[Delivery, Delta, pb.GenerateResponse]] = []
+        size = 0
+        for keyed in list(ready):
+            if size >= FULL:
+                break
+            del ready[keyed]
+            size += self._add(keyed, message, large)
+        self._ready = ready | self._ready
+        if large:
+            await asyncio.to_thread(_write_all, large)
+        return message
+
+    def _add(
+        self,
+        keyed: _Keyed,
+        message: pb.GenerateManyResponse,
+        large: list[tuple[Delivery, Delta, pb.GenerateResponse]],
+    ) -> int:
+        """Add what is ready of one generation; what takes long to write is only noted in `large`. Returns about how
+        many bytes it is.
+        """
+        delivery = keyed.delivery
+        if keyed.error is not None:
+            message.responses.add(key=keyed.key, error=write_error(keyed.error))
+            self._leave(keyed)
+            return len(str(keyed.error))
+        assert delivery is not None
+        stream, size = delivery.stream, 0
+        try:
+            while (delta := stream.take()) is not None:
+                if not delivery.concerns(delta):
+                    continue
+                size += _size(delta)
+                keyed_response = message.responses.add()
+                keyed_response.key = keyed.key
+                # Behind a large one in order, since only the first response of all tells of the start.
+                if delivery.takes_long(delta) or (large and large[-1][0] is delivery):
+                    large.append((delivery, delta, keyed_response.response))
+                else:
+                    delivery.write(delta, keyed_response.response)
+        except PacelineError as error:
+            # On the generation's way out it becomes the last word.
+            keyed.ended.set_exception(error)
+        else:
+            if stream.exhausted:
+                self._leave(keyed)
+        return size
+
+    def _leave(self, keyed: _Keyed) -> None:
+        """Its last response has been collected: the key is free."""
+        if self._live.get(keyed.key) is keyed:
+            del self._live[keyed.key]
+        if not keyed.ended.done():
+            keyed.ended.set_result(None)
+
+
+def _write_all(large: list[tuple[Delivery, Delta, pb.GenerateResponse]]) -> None:
+    for delivery, delta, response in large:
+        delivery.write(delta, response)
+
+
+def _size(delta: Delta) -> int:
+    """About as many bytes as its message has."""
+    size = len(delta.text) + 3 * len(delta.token_ids) + 10
+    if delta.logprobs:
+        size += len(delta.logprobs) * (16 + 8 * len(delta.logprobs[0].top_token_ids))
+    return size
