@@ -3,10 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+CLIENTS := tests/clients
+BUF := $(CLIENTS)/node_modules/.bin/buf
+# Empty where there is no npm. What needs it is skipped there, and says so.
+NPM_INSTALLED := $(if $(shell command -v npm),$(CLIENTS)/node_modules/.package-lock.json)
 
-.PHONY: setup demo test check format proto train bench bench-core clean
+.PHONY: setup demo test check format proto lint-proto release-proto test-clients train bench bench-core clean
 
-setup: $(INSTALLED)  ## install, and compile the native code ahead of its first use
+setup: $(INSTALLED)  ## install, compile the scheduler, and compile the native code ahead of its first use
+	$(BIN)/python -m paceline.compiled
 	$(BIN)/python -m paceline_kernels.cpu
 
 demo: $(INSTALLED)  ## serve the embedded pair, drive it over gRPC, print texts and a table
@@ -27,13 +32,34 @@ format: $(INSTALLED)
 proto: $(INSTALLED)  ## regenerate scheduler/paceline/v1
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=scheduler --pyi_out=scheduler --grpc_python_out=scheduler proto/paceline/v1/*.proto
 
+# Against an image in the repository, not against a git ref: a clone of main has no older main, and may have no history.
+# The image is the contract that clients rely on; whoever releases a version makes it anew by `make release-proto`.
+lint-proto: $(NPM_INSTALLED)  ## the contract's style, and that nothing in it breaks clients that there are
+ifdef NPM_INSTALLED
+	$(BUF) lint proto
+	$(BUF) breaking proto --against proto/released.binpb
+else
+	@echo "lint-proto: skipped, because there is no npm here"
+endif
+
+release-proto: $(NPM_INSTALLED)
+	$(BUF) build proto --exclude-source-info -o proto/released.binpb
+
+test-clients: $(INSTALLED) $(NPM_INSTALLED)  ## other makers' gRPC clients, and ours, against a server
+	$(BIN)/python $(CLIENTS)/run.py
+
+$(CLIENTS)/node_modules/.package-lock.json: $(CLIENTS)/package.json
+	cd $(CLIENTS) && npm install --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error
+	touch $@
+
 train: $(INSTALLED)  ## train the embedded pair anew (about an hour on two cores)
 	$(BIN)/python -m paceline.demo.train
 
 bench: $(INSTALLED)  ## the README's throughput table
 	$(BIN)/paceline bench throughput --model demo --draft demo --concurrency 1,4,16 --depth off,2,4,auto
 
-bench-core: $(INSTALLED)  ## the scheduler's own time per step
+bench-core: $(INSTALLED)  ## the scheduler's own time per step, compiled
+	$(BIN)/python -m paceline.compiled
 	$(BIN)/paceline bench core
 
 # torch first and by its exact version: an open range would admit a build with gigabytes of CUDA libraries.
@@ -44,4 +70,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build/clients $(CLIENTS)/node_modules

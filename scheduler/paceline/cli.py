@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -23,11 +22,14 @@ from paceline.bench import app as bench_app
 from paceline.errors import EngineDead, InvalidArgument, PacelineError
 
 if TYPE_CHECKING:
+    from paceline.client import ClientOptions
     from paceline.wiring import EngineSettings
 
 ENGINE_ERROR: Final = 1
 USER_ERROR: Final = 2
 SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+Server = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Which does the work; see `paceline serve`.")]
 
 app = typer.Typer(
     name="paceline",
@@ -37,6 +39,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+keys_app = typer.Typer(help="API keys.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
 
 
 def main() -> None:
@@ -128,11 +132,10 @@ def engine_settings(
     ] = None,
 ) -> EngineSettings:
     """The settings that the options stand for: these are declared here and nowhere else."""
-    from paceline.config_file import read_tenants
-    from paceline.core.tenants import TenantPolicy
+    from paceline.config_file import TenantsFile, read_tenants
     from paceline.wiring import EngineSettings
 
-    policies, default = ({}, TenantPolicy()) if tenants is None else read_tenants(tenants)
+    granted = TenantsFile() if tenants is None else read_tenants(tenants)
     return EngineSettings(
         model=model,
         draft=draft,
@@ -157,26 +160,58 @@ def engine_settings(
         long_prefill_threshold=long_prefill_threshold,
         max_step_seconds=max_step_seconds,
         max_queued=max_queued,
-        tenants=policies,
-        default_tenant=default,
+        tenants=granted.policies,
+        default_tenant=granted.default_policy,
     )
 
 
-def with_engine_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's parameter `settings` by the options of `engine_settings`."""
-    shared = inspect.signature(engine_settings, eval_str=True, locals={"EngineSettings": object}).parameters
-    own = inspect.signature(command, eval_str=True, locals={"EngineSettings": object}).parameters
+# -- options of every command that talks to a server ------------------------------------------------------------------
 
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        settings = engine_settings(**{name: values.pop(name) for name in shared})
-        command(settings=settings, **values)
 
-    parameters = [parameter for name, parameter in own.items() if name != "settings"] + list(shared.values())
-    keyword_only = inspect.Parameter.KEYWORD_ONLY
-    run.__signature__ = inspect.Signature([p.replace(kind=keyword_only) for p in parameters])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
+def client_options(
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PACELINE_API_KEY", metavar="KEY", help="For a server that asks for one.")
+    ] = None,
+    tls: Annotated[bool, typer.Option("--tls", help="Encrypt; trust the usual authorities.")] = False,
+    tls_ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Encrypt; trust these authorities.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="Who the client is (mTLS).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
+    allow_plaintext_key: Annotated[
+        bool, typer.Option("--allow-plaintext-key", help="Send the key to another machine without TLS.")
+    ] = False,
+) -> ClientOptions:
+    """How to reach a server, as the options say."""
+    return {
+        "api_key": api_key,
+        "tls": tls_ca or tls,
+        "client_certificate": tls_cert,
+        "client_key": tls_key,
+        "allow_plaintext_key": allow_plaintext_key,
+    }
+
+
+def with_options(parameter: str, options: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a parameter of a command by the options that a function declares: the command gets that function, to be
+    called without arguments. A parameter of the name of one of the options gets its value, too.
+    """
+    names = {"EngineSettings": object, "ClientOptions": object}
+    shared = inspect.signature(options, eval_str=True, locals=names).parameters
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True, locals=names).parameters
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            called = functools.partial(options, **{name: values[name] for name in shared})
+            command(**{parameter: called}, **{name: values[name] for name in own if name != parameter})
+
+        parameters = [p for name, p in own.items() if name not in {parameter, *shared}] + list(shared.values())
+        keyword_only = inspect.Parameter.KEYWORD_ONLY
+        run.__signature__ = inspect.Signature([p.replace(kind=keyword_only) for p in parameters])  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -199,27 +234,82 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.command()
-@with_engine_settings
+@with_options("settings", engine_settings)
 def serve(
-    settings: EngineSettings,
+    settings: Callable[[], EngineSettings],
+    tenants: Path | None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 or :: for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 50051,
     grace: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Given to live requests when the server is stopped.")
     ] = 30.0,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="Certificate chain; turns on TLS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
+    client_ca: Annotated[
+        Path | None, typer.Option(metavar="PEM", help="Demand client certificates that these have signed (mTLS).")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let other machines in without TLS, or without credentials.")
+    ] = False,
+    reflection: Annotated[bool, typer.Option(help="Tell clients what services there are.")] = True,
+    health: Annotated[bool, typer.Option(help="Serve grpc.health.v1, to everybody.")] = True,
+    max_message_size: Annotated[int, typer.Option(parser=parse_size, metavar="SIZE", help="Of one request.")] = "4MiB",  # type: ignore[assignment]
+    keepalive: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Silence after which a peer has half as long to give a sign of life."),
+    ] = 2.0,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Where metrics are served (nowhere).")
+    ] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address to serve them on.")] = "127.0.0.1",
+    log_format: Annotated[str, typer.Option(metavar="text|json", help="Of the log, on stderr.")] = "text",
 ) -> None:
-    """Serve a model over gRPC; prints `serving on HOST:PORT` once it can answer."""
-    from paceline.server import run_server
+    """Serve a model over gRPC; prints `serving on HOST:PORT` once it can answer. Keys and TLS: docs/security.md."""
+    from paceline.server import ServerSettings, run_server
+    from paceline.server.logs import configure
     from paceline.wiring import build_engine
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run_server(lambda: build_engine(settings), host, port, grace)
+    served = ServerSettings(
+        host=host,
+        port=port,
+        grace=grace,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        client_ca=client_ca,
+        insecure=insecure,
+        reflection=reflection,
+        health=health,
+        max_message_bytes=max_message_size,
+        keepalive=keepalive,
+        metrics_port=metrics_port,
+        metrics_host=metrics_host,
+        log_format=log_format,
+        tenants=tenants,
+    )
+    built = settings()
+    configure(log_format)
+    run_server(lambda: build_engine(built), served)
+
+
+@keys_app.command("new")
+def new_key() -> None:
+    """Print a new API key, and the line that lets it in: into the tenants file, under whose it is."""
+    from paceline.server.auth import hash_key, make_key
+
+    key = make_key()
+    print(key)
+    print(f'keys = ["{hash_key(key)}"]')
+    print("The key is shown this once; the tenants file needs the second line alone.", file=sys.stderr)
 
 
 @app.command()
-@with_engine_settings
+@with_options("connection", client_options)
+@with_options("settings", engine_settings)
 def generate(
-    settings: EngineSettings,
+    context: typer.Context,
+    settings: Callable[[], EngineSettings],
+    connection: Callable[[], ClientOptions],
+    model: str,
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Completed together, as one batch.")],
     max_tokens: Annotated[int, typer.Option(metavar="TOKENS", help="Completion tokens at most.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy (the model's default).")] = None,
@@ -235,27 +325,76 @@ def generate(
         str | None, typer.Option(parser=parse_schema, metavar="JSON|FILE", help="What every text must be valid under.")
     ] = None,
     regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="What every text must match.")] = None,
+    server: Server = None,
 ) -> None:
-    """Complete prompts offline, as one batch; texts stream to the terminal in the order of the prompts."""
+    """Complete prompts as one batch, offline or by a server; texts stream to the terminal in the prompts' order."""
+    terminal = _InTurn([prompt for prompt in prompts for _ in range(n)])
+    options: Any = {
+        "n": n,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": request_seed,
+        "stop": stop,
+        "json_schema": json_schema,
+        "regex": regex,
+    }
+    if server is not None:
+        from paceline.terminal import complete_prompts
+
+        given = [name for name in inspect.signature(engine_settings).parameters if _is_given(context, name)]
+        if wrong := [f"--{name.replace('_', '-')}" for name in given if name != "model"]:
+            raise InvalidArgument("server", server, f"given without {', '.join(wrong)}: a server has its own settings")
+        options["model"] = model if given else ""
+        complete_prompts(server, connection(), prompts, options, terminal)
+        return
     from paceline.llm import LLM
     from paceline.wiring import build_engine
 
-    terminal = _InTurn([prompt for prompt in prompts for _ in range(n)])
-    LLM.from_engine(build_engine(settings)).generate(
-        prompts,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=request_seed,
-        n=n,
-        stop=stop,
-        json_schema=json_schema,
-        regex=regex,
-        on_text=terminal.add,
-        on_finish=terminal.finish,
-    )
+    llm = LLM.from_engine(build_engine(settings()))
+    llm.generate(prompts, on_text=terminal.add, on_finish=terminal.finish, **options)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """An option was written, not left to its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+@app.command()
+@with_options("connection", client_options)
+def chat(
+    connection: Callable[[], ClientOptions],
+    server: Server = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Of a server that has several.")] = None,
+    system: Annotated[str, typer.Option(metavar="TEXT", help="What the model is told about itself.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(metavar="TOKENS", help="Of one answer at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy (the model's default).")] = None,
+    top_p: Annotated[float | None, typer.Option(help="In (0, 1] (the model's default).")] = None,
+) -> None:
+    """Chat with a model that a server serves; /help lists what can be said besides."""
+    from paceline.client import Client
+    from paceline.terminal import Chat
+
+    if server is None:
+        text = "start a server by `paceline serve --model DIR`, then `paceline chat --server 127.0.0.1:50051`"
+        raise PacelineError(f"there is no server to chat with: {text}")
+    with Client(server, **connection()) as client:
+        served = client.model(model or "")
+        print(f"{served.name} at {server}; /help lists what can be said besides")
+        Chat(
+            client,
+            {
+                "model": model,
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "top_p": top_p,
+                "content": "text",
+            },
+            system,
+        ).run()
 
 
 @app.command()

@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from paceline import cost_cache, demo
+from paceline.config_file import check_tenants
 from paceline.core.adaptive_depth import MAX_DEPTH, AdaptiveDepth
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import FixedDepth
+from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
@@ -25,7 +26,6 @@ from paceline.core.tenants import ONE_SHARE, TenantPolicy
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.profile import profile
 from paceline.engine.tokenizer import TransformersTokenizer
-from paceline.engine.totals import Totals
 from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.models import Model, ModelConfig, NativeDecoder, load_model, load_model_config, load_native
 from paceline.models.tokenizer import load_tokenizer
@@ -141,7 +141,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         max_queued=settings.max_queued,
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )
-    _check_tenants(settings, scheduler_config)
+    check_tenants(settings.tenants, settings.default_tenant, scheduler_config)
 
     def load(path: Path, quantization: str) -> Model:
         return load_native(path, dtype, int8=quantization == "int8") if native else load_model(path, dtype, device)
@@ -184,15 +184,6 @@ def build_engine(settings: EngineSettings) -> Engine:
     # After the warm-up, whose requests are no tenant's.
     engine.scheduler.tenants.set_policies(settings.tenants, settings.default_tenant)
     return engine
-
-
-def _check_tenants(settings: EngineSettings, config: SchedulerConfig) -> None:
-    """Of what no request could satisfy, what depends on other settings."""
-    least = config.blocks_for(2)  # a token of a prompt and one of a completion
-    for name, policy in {"default": settings.default_tenant, **settings.tenants}.items():
-        if policy is not None and policy.max_blocks is not None and policy.max_blocks < least:
-            allowed = f"at least {least}, for the shortest request in blocks of {config.block_size}"
-            raise InvalidArgument(f"max_blocks of tenant {name!r}", policy.max_blocks, allowed)
 
 
 def _costs(key: str, runner: ModelRunner, config: SchedulerConfig) -> CostModel:
@@ -385,5 +376,4 @@ def _warm_up(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
     # First steps take long: estimates that begin with them would refuse what can be served.
-    engine.scheduler.forget()
-    engine.totals = Totals()
+    engine.forget()
