@@ -65,8 +65,10 @@ class Server:
 
     def close(self) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(60)
+        self._process.stdout.close()
 
     def _line(self) -> str:
         assert self._process.stdout is not None

@@ -126,6 +126,10 @@ def engine_settings(
     max_step_seconds: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="That decodes wait for prompts in a step (no limit).")
     ] = None,
+    max_slowdown: Annotated[
+        float,
+        typer.Option(metavar="TIMES", help="That tenants with requests waiting may make a step longer; 0: no limit."),
+    ] = 1.25,
     max_queued: Annotated[int, typer.Option(metavar="N", help="Requests that wait at most.")] = 4096,
     tenants: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML: what is granted to whom; see docs/scheduling.md.")
@@ -159,6 +163,7 @@ def engine_settings(
         watermark=watermark,
         long_prefill_threshold=long_prefill_threshold,
         max_step_seconds=max_step_seconds,
+        max_slowdown=max_slowdown or None,
         max_queued=max_queued,
         tenants=granted.policies,
         default_tenant=granted.default_policy,

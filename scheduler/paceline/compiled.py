@@ -40,6 +40,7 @@ MODULES: Final = (
     "core/speculation.py",
     "core/speculation_counts.py",
     "core/slots.py",
+    "core/slowdown.py",
     "core/step_bill.py",
     "core/step_builder.py",
     "core/stopping.py",

@@ -65,7 +65,7 @@ class EngineSettings:
             refuse to start where that cannot be had. The native backend always works so.
         max_logprobs: alternatives that a request may ask for at each token.
         prefix_cache: whose KV is kept and found again: "tenant" (of the same tenant), "shared" (of everybody) or "off".
-        watermark, long_prefill_threshold, max_step_seconds, max_queued: as in `SchedulerConfig`.
+        watermark, long_prefill_threshold, max_step_seconds, max_slowdown, max_queued: as in `SchedulerConfig`.
     """
 
     model: str = "demo"
@@ -92,6 +92,7 @@ class EngineSettings:
     watermark: float = 0.01
     long_prefill_threshold: int | None = None
     max_step_seconds: float | None = None
+    max_slowdown: float | None = 1.25
     max_queued: int = 4096
 
 
@@ -138,6 +139,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         watermark=settings.watermark,
         long_prefill_threshold=settings.long_prefill_threshold,
         max_step_seconds=settings.max_step_seconds,
+        max_slowdown=settings.max_slowdown,
         max_queued=settings.max_queued,
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )

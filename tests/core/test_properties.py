@@ -72,6 +72,7 @@ def small_config(
         max_model_len=MAX_MODEL_LEN,
         max_queued=6,
         min_run_seconds=3.0,
+        max_slowdown=1.0,
         long_prefill_threshold=4 if hybrid else None,
         max_depth=6,
         method=method,
@@ -150,6 +151,8 @@ def harness_of(
     """With tenants, and steps that take a second."""
     harness = Harness(config, policy, lag, right, max_ngram)
     harness.scheduler.tenants = Tenants(POLICIES_OF)
+    if isinstance(policy, AdaptiveDepth):
+        harness.scheduler.speculation.costs = policy.costs
     harness.runner.times = lambda plan: StepTimes(total=1.0)  # type: ignore[method-assign]
     return harness
 

@@ -16,7 +16,9 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from paceline.server.readers import ReaderBounds
+from paceline.engine import Delta, Stream
+from paceline.errors import ResourceExhausted
+from paceline.server.readers import ReaderBounds, watched
 from paceline.sim import reference_output
 from paceline.v1 import generation_pb2 as pb
 from support.serving import PATIENCE, Serving, details_of, failure, request
@@ -127,7 +129,7 @@ async def test_the_reason_is_told_to_programs(bounded: Serving) -> None:
 @pytest.mark.parametrize("method", ["Generate", "GenerateMany"])
 async def test_evicted_in_the_first_write(method: str) -> None:
     """Headers are on their way before it, else the status would never be."""
-    whole = request(max_tokens=500, output=pb.OutputParams(final_only=True))
+    whole = request(max_tokens=100, output=pb.OutputParams(final_only=True))
     options = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", -1)]
     async with (
         serving_context(width=WIDTH, bounds=AGE) as served,
@@ -138,10 +140,12 @@ async def test_evicted_in_the_first_write(method: str) -> None:
             call = channel.unary_stream(path)(whole.SerializeToString())
         else:
             call = channel.stream_stream(path)()
-            await call.write(pb.GenerateManyRequest(key=1, start=whole).SerializeToString())
-        await served.until(lambda: served.scheduler.has_requests)
-        served.runner.open()
-        await served.until(lambda: served.idle and len(served.server.live) == 0)
+            final = pb.OutputParams(final_only=True)
+            for key, start in enumerate((whole, request(max_tokens=1900, output=final))):
+                await call.write(pb.GenerateManyRequest(key=key, start=start).SerializeToString())
+            await served.until(lambda: len(served.scheduler.requests) == 2)
+        served.runner.allow(200)
+        await served.until(lambda: served.runner.steps > 0 and served.idle and len(served.server.live) == 0)
         async with asyncio.timeout(PATIENCE):
             error = await failure(call)
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -186,3 +190,27 @@ async def test_a_reader_that_is_only_slow_keeps_its_stream() -> None:
         await served.until(lambda: served.idle)
         token_ids = [t for response in [r async for r in call] for t in response.token_ids]
     assert token_ids == reference_output(b"hello", 300)
+
+
+async def test_a_backlog_counts_while_a_write_waits() -> None:
+    """Else it is the server that has not come to it yet."""
+    stream = Stream(0, 5, lambda request_id: None)
+    async with watched(ReaderBounds(seconds=PATIENCE, tokens=3)) as watch:
+        watch.watch(stream)
+        stream.put(Delta("x" * 9, (1,) * 9, 0))
+        await asyncio.sleep(0.01)
+        stream.take()
+        watch.begin()
+        stream.put(Delta("x" * 3, (1,) * 3, 9))
+        await asyncio.sleep(0.01)
+        watch.end()
+
+    async def too_far() -> None:
+        async with watched(ReaderBounds(seconds=PATIENCE, tokens=3)) as watch:
+            watch.watch(stream)
+            watch.begin()
+            stream.put(Delta("x", (1,), 12))
+            await asyncio.sleep(PATIENCE)
+
+    with pytest.raises(ResourceExhausted, match="more than 3 tokens wait to be read"):
+        await too_far()

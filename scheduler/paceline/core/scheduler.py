@@ -38,6 +38,7 @@ from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan
 from paceline.core.prefixes import Prefixes
 from paceline.core.request import RUNNING, Request, RequestOutput, RequestStats, RequestStatus
 from paceline.core.service_rate import ServiceRate
+from paceline.core.slowdown import Slowdown
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_report import SpeculationReport
 from paceline.core.step_builder import Share, StepBuilder
@@ -82,6 +83,7 @@ class Scheduler:
         self.tenants = Tenants({} if tenants is None else tenants, default_tenant)
         self.running: dict[int, Request] = {}
         self.requests: dict[int, Request] = {}
+        self._last_in_turn = -1  # of the crowd's requests
         self._paced: dict[int, float] = {}  # seconds per token that running requests want at most
         self._leaving: dict[int, Request] = {}  # that ended with a result still to come
         self.refused: list[tuple[int, PacelineError]] = []
@@ -349,10 +351,20 @@ class Scheduler:
         return max(1, min(wanted, budget, step.prompt_budget, self.config.long_prefill_threshold or wanted))
 
     def _continue_running(self, step: StepBuilder) -> bool:
-        """Give every running request its rows, in the order of admission. True if somebody had to be preempted."""
+        """Give running requests their rows, in the order of admission; those of the crowd come last, and take turns.
+        True if somebody had to be preempted.
+        """
         preempted = False
+        step.crowd = self._crowd()
         order = list(self.running.values())
+        others: list[Request] = []
+        if step.crowd:
+            others = [request for request in order if request.tenant in step.crowd]
+            order = [request for request in order if request.tenant not in step.crowd] + self._in_turn(others)
+        first_other = len(order) - len(others)
         for index, request in enumerate(order):
+            if index == first_other:
+                self._limit_slowdown(step, others)
             if request.status is not RUNNING or (request.pending and request.surely_ends):
                 continue
             pending = request.pending
@@ -360,6 +372,11 @@ class Scheduler:
             if wanted > 1:
                 # One row stays reserved for each request behind this one: a long prompt never stops their decodes.
                 rows = self._prompt_rows(wanted, step, step.budget - (len(order) - index - 1))
+            if index >= first_other and step.slowdown is not None:
+                rows = step.slowdown.take(rows, request.num_computed_tokens)
+                if not rows:
+                    continue
+                self._last_in_turn = request.request_id
             end = rows + (request.most_tokens - wanted if pending else request.num_computed_tokens)
             while (blocks := self.kv.grow(request.request_id, end)) is None:
                 victim = self._victim()
@@ -370,7 +387,38 @@ class Scheduler:
                     break
             else:
                 step.add(self._share(request, rows, rows == wanted, end, blocks))
+        if step.crowd and not others:
+            self._limit_slowdown(step, others)
         return preempted
+
+    def _crowd(self) -> frozenset[str]:
+        """Tenants that ask for more than they get: they have requests waiting, while others, who have none, decode."""
+        if self.config.max_slowdown is None or self.speculation.costs is None or not self.tenants.num_waiting:
+            return frozenset()
+        crowd = frozenset([tenant.name for tenant in self.tenants.waiting])
+        decoding = any([one.tenant not in crowd and bool(one.output_token_ids) for one in self.running.values()])
+        return crowd if decoding else frozenset()
+
+    def _in_turn(self, requests: Sequence[Request]) -> list[Request]:
+        """Behind the one that had the last turn, and around."""
+        return sorted(requests, key=lambda one: (one.request_id <= self._last_in_turn, one.request_id))
+
+    def _limit_slowdown(self, step: StepBuilder, others: Sequence[Request]) -> None:
+        """From here on the crowd fills the step, if somebody decodes in it."""
+        costs, limit, shares = self.speculation.costs, self.config.max_slowdown, step.shares.values()
+        if costs is None or limit is None or not any([bool(share.request.output_token_ids) for share in shares]):
+            return
+        # The rows for their drafts shall be as cheap as without the crowd.
+        drafts = sum([max(self._limits(share.request).values(), default=0) for share in shares if share.samples])
+        step.slowdown = Slowdown(
+            costs,
+            sum([share.rows for share in shares]) + drafts,
+            sum([share.end for share in shares]),
+            len(shares),
+            max(0, step.budget),
+            sum([request.num_computed_tokens for request in others]),
+            limit,
+        )
 
     def _admit_waiting(self, step: StepBuilder, now: float) -> None:
         """Admit requests while rows, places and blocks for the whole of their known tokens are left: the most urgent of
@@ -382,6 +430,9 @@ class Scheduler:
             if tenant is None:
                 return
             request = tenant.queue.first()
+            if step.slowdown is not None and step.slowdown.is_full and tenant.name in step.crowd:
+                held_up.add(tenant)
+                continue
             # A preempted request waits for its outstanding results: they may bring tokens, or its end.
             if request.pending or self.prefixes.awaits_sibling(request):
                 held_up.add(tenant)
@@ -472,6 +523,8 @@ class Scheduler:
         )
         wanted = request.num_to_compute
         rows = self._prompt_rows(wanted, step, step.budget)
+        if step.slowdown is not None and request.tenant in step.crowd:
+            rows = max(1, step.slowdown.take(rows, request.num_computed_tokens))
         step.add(self._share(request, rows, rows == wanted, request.num_computed_tokens + rows, blocks))
 
     def _share(self, request: Request, rows: int, samples: bool, end: int, blocks: tuple[int, ...]) -> Share:
@@ -488,7 +541,9 @@ class Scheduler:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
         shares, highest = [], []
         for share in step.shares.values():
-            if share.rows == 1 and share.samples and (limits := self._limits(share.request)):
+            if share.rows > 1 or not share.samples or (step.slowdown and share.request.tenant in step.crowd):
+                continue
+            if limits := self._limits(share.request):
                 shares.append(share)
                 highest.append(limits)
         if not shares:

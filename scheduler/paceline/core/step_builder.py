@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.core.plan import Admission, SequenceWork
 from paceline.core.request import Request
+from paceline.core.slowdown import Slowdown
 
 
 class Share:
@@ -44,12 +45,16 @@ class StepBuilder:
     """Attributes:
     budget: rows that are left.
     prompt_budget: of them, those that prompts may have.
+    crowd: tenants whose requests may make the step only so much longer.
+    slowdown: what is left of it for those; None before that is known, or where there is no bound.
     shares: by request, in the order in which they got their rows.
     """
 
     def __init__(self, budget: int, prompt_budget: int) -> None:
         self.budget = budget
         self.prompt_budget = prompt_budget
+        self.crowd: frozenset[str] = frozenset()
+        self.slowdown: Slowdown | None = None
         self.shares: dict[int, Share] = {}
         self.admitted: list[Admission] = []
 
