@@ -14,7 +14,7 @@ from paceline.cli import main
 from paceline.config_file import TenantsFile, check_tenants, read_tenants, replaced
 from paceline.core.config import SchedulerConfig
 from paceline.core.params import Method, SpeculationBounds
-from paceline.core.tenants import TenantPolicy
+from paceline.core.tenant_policy import TenantPolicy
 from paceline.errors import InvalidArgument
 from paceline.sim.spec import SimulationFile
 

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.params import Method, SpeculationBounds
-from paceline.core.tenants import TenantPolicy
+from paceline.core.tenant_policy import TenantPolicy
 from paceline.errors import InvalidArgument, brief
 
 KEY_PREFIX: Final = "paceline_"  # of the keys that we make: so that they are known where they should not be

@@ -22,7 +22,7 @@ from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
-from paceline.core.tenants import ONE_SHARE, TenantPolicy
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.profile import profile
 from paceline.engine.tokenizer import TransformersTokenizer

@@ -15,7 +15,7 @@ from paceline.core.params import Method, SchedulingParams, SpeculationBounds, Sp
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
-from paceline.core.tenants import TenantPolicy
+from paceline.core.tenant_policy import TenantPolicy
 from paceline.errors import InvalidArgument
 
 CONFIG = SchedulerConfig(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=100)

@@ -14,7 +14,7 @@ from paceline.core.params import SchedulingParams, SequenceParams, SpeculationPa
 from paceline.core.plan import SequenceResult, SequenceWork
 from paceline.core.request import Request, RequestStatus
 from paceline.core.service_rate import LONGEST_WAIT, SHORTEST_WAIT, ServiceRate
-from paceline.core.tenants import TenantPolicy
+from paceline.core.tenant_policy import TenantPolicy
 from paceline.errors import DeadlineExceeded, InvalidArgument
 
 

@@ -22,7 +22,8 @@ from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.params import ANYBODY, Method, SchedulingParams
 from paceline.core.plan import StepTimes
 from paceline.core.request import Request
-from paceline.core.tenants import ONE_SHARE, TenantPolicy, Tenants
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
+from paceline.core.tenants import Tenants
 from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from paceline.sim import reference_output
 

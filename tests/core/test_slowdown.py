@@ -39,6 +39,7 @@ class Shop(Harness):
             "max_model_len": 400,
             "max_queued": 1000,
             "method": Method.DRAFT_MODEL,
+            "max_slowdown": 1.5,
         }
         super().__init__(SchedulerConfig(**(settings | config)), FixedDepth(2), lag)  # type: ignore[arg-type]
         self.costs = costs()

@@ -13,7 +13,8 @@ from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import Method, SchedulingParams, SpeculationParams, StopParams
 from paceline.core.plan import StepPlan, StepTimes
 from paceline.core.request import Request, RequestStatus
-from paceline.core.tenants import MOST_IDLE, TenantPolicy, Tenants
+from paceline.core.tenant_policy import TenantPolicy
+from paceline.core.tenants import MOST_IDLE, Tenants
 from paceline.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 STEP = 1.0  # seconds of every step

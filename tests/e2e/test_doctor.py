@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from paceline import doctor
+from paceline import compiled, doctor
 from paceline.cli import app
 from paceline_kernels.cpu import build, ceilings, decoder
 from support.native import needs_compiler
@@ -29,7 +29,8 @@ def as_json(*options: str) -> dict[str, Any]:
 @needs_compiler
 def test_quick_measures_nothing() -> None:
     said = as_json("--quick")
-    assert list(said["facts"]) == [*NAMES, "kernels"]
+    assert list(said["facts"]) == [*NAMES, "kernels", "scheduler"]
+    assert said["facts"]["scheduler"]["value"] == ("compiled" if compiled.is_compiled() else "interpreted")
     assert said["measured"] is None
     assert said["facts"]["backend"] == {"value": "native", "advice": None}
     assert said["facts"]["kernels"]["value"] == ceilings.family()

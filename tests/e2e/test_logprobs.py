@@ -23,9 +23,8 @@ from paceline.core.params import (
     SpeculationParams,
     StopParams,
 )
-from paceline.core.plan import TokenLogprobs
-from paceline.core.request import Request
-from paceline.core.scheduler import Scheduler
+from paceline.core.plan import StepPlan, StepResult, TokenLogprobs
+from paceline.core.request import RequestStatus
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.delta import PromptLogprobs
 from paceline.wiring import EngineSettings, build_engine
@@ -273,13 +272,16 @@ def test_prompt_logprobs_of_a_prompt_that_began_twice(
     prompt = tuple(rng.randrange(1, VOCAB) for _ in range(100))
     second = replace(requests(method, LogprobsParams(prompt=TOP))[0], prompt=prompt)
     outputs_at_preemption = []
-    preempt = Scheduler._preempt
+    execute = engine.runner.execute
 
-    def watch(self: Scheduler, request: Request) -> None:
-        outputs_at_preemption.append(len(request.output_token_ids))
-        preempt(self, request)
+    def watch(plan: StepPlan) -> StepResult:
+        requests = engine.scheduler.requests.values()
+        outputs_at_preemption.extend(
+            len(one.output_token_ids) for one in requests if one.status is RequestStatus.PREEMPTED
+        )
+        return execute(plan)
 
-    monkeypatch.setattr(Scheduler, "_preempt", watch)
+    monkeypatch.setattr(engine.runner, "execute", watch)
     _, told = generate(engine, [first, second])
     assert 0 in outputs_at_preemption
     assert_prompt_told(model, second, told)

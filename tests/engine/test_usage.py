@@ -12,7 +12,7 @@ from engine.toy import make_engine, make_request
 from paceline.core.params import SchedulingParams
 from paceline.core.plan import FinishReason, StepPlan, StepTimes
 from paceline.core.request import Request, RequestStats
-from paceline.core.tenants import ONE_SHARE
+from paceline.core.tenant_policy import ONE_SHARE
 from paceline.engine import Engine, GenerationRequest, usage
 from paceline.engine.usage import ALL_OTHERS, TenantUsage
 from paceline.sim import VirtualClock

@@ -13,7 +13,7 @@ import pytest
 from engine.toy import GatedRunner, decode, expected, make_engine, make_request, num_free
 from paceline.core.params import SchedulingParams
 from paceline.core.plan import StepPlan
-from paceline.core.tenants import ONE_SHARE, TenantPolicy
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.engine import AsyncEngine, Delta, Engine, GenerationRequest, Stream
 from paceline.errors import Cancelled, DeadlineExceeded, InvalidArgument, QueueTimeout, ResourceExhausted, Unavailable
 from paceline.llm import LLM

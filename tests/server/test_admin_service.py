@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.params import StopParams
 from paceline.core.plan import StepPlan, StepTimes
-from paceline.core.tenants import TenantPolicy
+from paceline.core.tenant_policy import TenantPolicy
 from paceline.engine import GenerationRequest
 from paceline.engine.usage import ALL_OTHERS
 from paceline.server import SERVICE_NAME, admin_service

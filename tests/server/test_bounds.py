@@ -18,7 +18,7 @@ from paceline.core.params import (
     StopParams,
 )
 from paceline.core.request import RequestStats
-from paceline.core.tenants import TenantPolicy
+from paceline.core.tenant_policy import TenantPolicy
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.v1 import generation_pb2 as pb

@@ -24,7 +24,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
-from paceline.core.tenants import ONE_SHARE, TenantPolicy
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.v1 import admin_pb2, model_pb2
 from paceline.v1 import generation_pb2 as pb
 from support.serving import MODEL, Serving, details_of, request

@@ -21,7 +21,7 @@ from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import Decision
 from paceline.core.plan import FinishReason, StepPlan, StepTimes
-from paceline.core.tenants import TenantPolicy
+from paceline.core.tenant_policy import TenantPolicy
 from paceline.engine.usage import ALL_OTHERS
 from paceline.errors import PacelineError
 from paceline.server import GrpcServer, ServerSettings, metrics, metrics_endpoint

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from paceline.core.params import Method, SpeculationBounds
-from paceline.core.tenants import TenantPolicy
+from paceline.core.tenant_policy import TenantPolicy
 from paceline.engine.async_engine import LONG_IDS, LONG_TEXT
 from paceline.server.calls import Caller, Context
 from paceline.v1 import generation_pb2, model_pb2_grpc

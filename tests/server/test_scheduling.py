@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from paceline import errors
 from paceline.client import AsyncClient
 from paceline.core.plan import StepPlan, StepTimes
-from paceline.core.tenants import ONE_SHARE, TenantPolicy
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.sim import VirtualClock, reference_output
 from paceline.v1 import generation_pb2 as pb
 from support.serving import BLOCK_SIZE, NUM_BLOCKS, Serving, details_of, failure, request, serving

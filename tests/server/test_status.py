@@ -17,7 +17,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from paceline import errors
-from paceline.core.tenants import ONE_SHARE, TenantPolicy
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.errors import Reason
 from paceline.server import convert
 from paceline.server.calls import Caller

@@ -29,7 +29,6 @@ from paceline.bench.throughput import AUTO, OFF
 from paceline.core.baselines import BASELINES
 from paceline.core.depth_policy import DepthPolicy
 from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
-from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument
@@ -152,7 +151,7 @@ class Sample:
     Attributes:
         rate: tokens per second of decode alone.
         depth: drafts per verify step.
-        control: share of the time that went into choosing depths and learning from what came of it.
+        control: share of the time that went into planning and booking, choosing depths and learning among the rest.
     """
 
     rate: float
@@ -316,7 +315,7 @@ def serve_batch(engine: Engine, batch: Sequence[Stream], bounds: SpeculationPara
     requests = [engine.scheduler.requests[request_id] for request_id in ids]
     silent, whole = set(ids), True
     tokens, began = 0, time.perf_counter()
-    with stopwatch(engine.scheduler.speculation) as watch:
+    with stopwatch(engine) as watch:
         while silent or whole:
             outputs = engine.step()
             if silent:
@@ -349,10 +348,10 @@ class Watch:
 
 
 @contextmanager
-def stopwatch(control: SpeculationControl) -> Iterator[Watch]:
-    """Adds up what control takes before and after each step."""
+def stopwatch(engine: Engine) -> Iterator[Watch]:
+    """Adds up what planning and booking take, control of speculation among the rest, which may be compiled."""
     watch = Watch()
-    with patch.multiple(control, choose=watch.timed(control.choose), observe=watch.timed(control.observe)):
+    with patch.multiple(engine, plan=watch.timed(engine.plan), finish=watch.timed(engine.finish)):
         yield watch
 
 
@@ -379,7 +378,7 @@ def missed(cells: Sequence[Cell]) -> list[str]:
             lines.append(f"{cell.name}: auto over the best fixed depth is known to {best.half_width:.3f}, not {WIDEST}")
         if cell.runs[AUTO].control > MOST_CONTROL:
             lines.append(
-                f"{cell.name}: control takes {cell.runs[AUTO].control:.1%} of the time, over {MOST_CONTROL:.0%}"
+                f"{cell.name}: planning and booking take {cell.runs[AUTO].control:.1%}, over {MOST_CONTROL:.0%}"
             )
         if off.mean < LEAST_OF_OFF:
             lines.append(f"{cell.name}: auto is {off} x off, below {LEAST_OF_OFF}")
@@ -418,7 +417,7 @@ def summary(cells: Sequence[Cell]) -> list[str]:
     lines = [
         f"{cell.name}: auto drafts {cell.runs[AUTO].depth:.2f}; "
         f"auto / best fixed ({cell.best}) = {cell.compare(cell.best)}, auto / off = {cell.compare(OFF)}; "
-        f"control takes {cell.runs[AUTO].control:.1%}"
+        f"planning and booking take {cell.runs[AUTO].control:.1%}"
         for cell in cells
     ]
     name, ratio = best_single(cells)

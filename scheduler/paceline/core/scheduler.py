@@ -42,7 +42,8 @@ from paceline.core.slowdown import Slowdown
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_report import SpeculationReport
 from paceline.core.step_builder import Share, StepBuilder
-from paceline.core.tenants import ONE_SHARE, Tenant, TenantPolicy, Tenants
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
+from paceline.core.tenants import Tenant, Tenants
 from paceline.errors import (
     AlreadyExists,
     DeadlineExceeded,

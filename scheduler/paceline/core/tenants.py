@@ -8,73 +8,15 @@ in which nothing was asked for is no credit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
-from paceline.core.params import SpeculationBounds
 from paceline.core.queue import RequestQueue
 from paceline.core.request import Request
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.errors import InvalidArgument
 
 EMPTY = 1e-6  # tokens that a bucket may lack by rounding
 MOST_IDLE = 1024  # tenants that are remembered although they have no requests
-
-
-@dataclass(frozen=True, slots=True)
-class TenantPolicy:
-    """What an operator grants a tenant; None: no limit but the server's.
-
-    Attributes:
-        weight: share of the service, in proportion to those of others.
-        max_running: completions that run at once.
-        max_queued: completions that wait.
-        max_blocks: KV blocks held at once.
-        tokens_per_second: the bucket's rate. It counts prompt tokens that are computed, and not those that are found in
-            the prefix cache, and completion tokens; drafts are paid by charges alone. A request that is begun is
-            finished: what it overdraws, the next ones wait for.
-        burst_tokens: the bucket's size; None for one second's worth.
-        max_priority: what higher priorities are lowered to.
-        speculation: bounds within the server's.
-
-    Raises:
-        InvalidArgument: a value that no request could satisfy.
-    """
-
-    weight: float = 1.0
-    max_running: int | None = None
-    max_queued: int | None = None
-    max_blocks: int | None = None
-    tokens_per_second: float | None = None
-    burst_tokens: float | None = None
-    max_priority: int = 0
-    speculation: SpeculationBounds = field(default_factory=SpeculationBounds)
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.weight < math.inf:
-            raise InvalidArgument("weight", self.weight, "a number > 0")
-        for name in ("max_running", "max_queued", "max_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidArgument(name, value, "an integer >= 1")
-        for name in ("tokens_per_second", "burst_tokens"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value < math.inf:
-                raise InvalidArgument(name, value, "a number > 0")
-        if self.burst_tokens is not None and self.tokens_per_second is None:
-            raise InvalidArgument("burst_tokens", self.burst_tokens, "set together with tokens_per_second")
-        if self.max_priority < 0:
-            raise InvalidArgument("max_priority", self.max_priority, "an integer >= 0")
-
-    @property
-    def burst(self) -> float:
-        """Tokens that the bucket holds; infinite without one."""
-        if self.tokens_per_second is None:
-            return math.inf
-        return self.tokens_per_second if self.burst_tokens is None else self.burst_tokens
-
-
-ONE_SHARE = TenantPolicy()
 
 
 class Tenant:
