@@ -127,9 +127,9 @@ def engine_settings(
         float | None, typer.Option(metavar="SECONDS", help="That decodes wait for prompts in a step (no limit).")
     ] = None,
     max_slowdown: Annotated[
-        float,
-        typer.Option(metavar="TIMES", help="That tenants with requests waiting may make a step longer; 0: no limit."),
-    ] = 1.25,
+        float | None,
+        typer.Option(metavar="TIMES", help="That tenants with requests waiting may make a step longer (no limit)."),
+    ] = None,
     max_queued: Annotated[int, typer.Option(metavar="N", help="Requests that wait at most.")] = 4096,
     tenants: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML: what is granted to whom; see docs/scheduling.md.")
@@ -163,7 +163,7 @@ def engine_settings(
         watermark=watermark,
         long_prefill_threshold=long_prefill_threshold,
         max_step_seconds=max_step_seconds,
-        max_slowdown=max_slowdown or None,
+        max_slowdown=max_slowdown,
         max_queued=max_queued,
         tenants=granted.policies,
         default_tenant=granted.default_policy,
