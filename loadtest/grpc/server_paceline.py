@@ -50,14 +50,21 @@ class Words:
 
 
 class PacedRunner:
-    """A step ends so many seconds after the one before it, as long as the server keeps up."""
+    """A step ends so many seconds after the one before it, as long as the server keeps up. What it brings a request is
+    always the same, and made once: what a model costs is not what is measured.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._due = 0.0
+        self._token: dict[int, SequenceResult] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
-        results = tuple(SequenceResult(work.request_id, (0,) if work.samples else ()) for work in plan.work)
+        for request_id in plan.released:
+            self._token.pop(request_id, None)
+        for admission in plan.admitted:
+            self._token[admission.request_id] = SequenceResult(admission.request_id, (0,))
+        results = tuple([self._token[work.request_id] for work in plan.work])
         now = time.monotonic()
         self._due = max(self._due + self.seconds, now)
         time.sleep(self._due - now)

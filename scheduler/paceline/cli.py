@@ -127,9 +127,9 @@ def engine_settings(
         float | None, typer.Option(metavar="SECONDS", help="That decodes wait for prompts in a step (no limit).")
     ] = None,
     max_slowdown: Annotated[
-        float | None,
-        typer.Option(metavar="TIMES", help="That tenants with requests waiting may make a step longer (no limit)."),
-    ] = None,
+        float,
+        typer.Option(metavar="TIMES", help="As long a step may become for tenants that ask for too much; inf: any."),
+    ] = 1.25,
     max_queued: Annotated[int, typer.Option(metavar="N", help="Requests that wait at most.")] = 4096,
     tenants: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML: what is granted to whom; see docs/scheduling.md.")

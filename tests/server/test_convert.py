@@ -29,7 +29,7 @@ from paceline.core.params import (
 )
 from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
-from paceline.engine import Delta, GenerationRequest
+from paceline.engine import Delta, GenerationRequest, Stream
 from paceline.server.convert import (
     LOGPROBS_MODES,
     MAX_CHAT_MESSAGES,
@@ -42,9 +42,9 @@ from paceline.server.convert import (
     WITH_TOKEN_IDS,
     is_map,
     read_request,
-    write_delta,
     write_logprobs,
 )
+from paceline.server.delivery import Delivery
 from paceline.server.status import STATUS_RULES, rule_for
 from paceline.v1 import generation_pb2 as pb
 
@@ -360,9 +360,13 @@ DELTA = Delta(
 )
 
 
+def delivery(content: pb.OutputContent) -> Delivery:
+    return Delivery(Stream(0, 5, lambda request_id: None), pb.Started(), content)
+
+
 def test_what_the_engine_says_is_what_a_client_reads() -> None:
     message = pb.GenerateResponse()
-    write_delta(DELTA, True, True, message)
+    delivery(pb.OUTPUT_CONTENT_TEXT_AND_TOKEN_IDS).write(DELTA, message)
     assert read_delta(message) == ClientDelta(
         text="ab",
         token_ids=(1, 2),
@@ -382,7 +386,7 @@ def test_what_the_engine_says_is_what_a_client_reads() -> None:
 def test_logprobs_come_with_every_content() -> None:
     for content in pb.OutputContent.values():
         message = pb.GenerateResponse()
-        write_delta(DELTA, content in WITH_TEXT, content in WITH_TOKEN_IDS, message)
+        delivery(content).write(DELTA, message)
         assert len(message.logprobs) == 2
         assert bool(message.text) is (content in WITH_TEXT)
         assert bool(message.token_ids) is (content in WITH_TOKEN_IDS)

@@ -90,8 +90,17 @@ async def reading(served: Serving, script: str) -> AsyncIterator[Client]:
 
 
 async def sibling_gets_everything(served: Serving) -> None:
-    """It is served to its end while the other is stuck, step by step."""
-    responses = [response async for response in served.stub.Generate(request("sibling", max_tokens=100))]
+    """It is served to its end while the other is stuck, step by step: it reads what a step has brought before the next
+    one, so that it is never behind itself.
+    """
+    others = len(served.scheduler.requests)
+    call = served.stub.Generate(request("sibling", max_tokens=100))
+    await served.until(lambda: len(served.scheduler.requests) > others)
+    served.runner.allow(1)  # it may be planned already, without this one
+    responses = []
+    while not (responses and responses[-1].HasField("finished")):
+        served.runner.allow(1)
+        responses.append(await call.read())
     assert [t for response in responses for t in response.token_ids] == reference_output(b"sibling", 100)
     offsets = itertools.accumulate((len(response.token_ids) for response in responses[:-1]), initial=0)
     assert [response.token_offset for response in responses] == list(offsets)
@@ -104,13 +113,12 @@ async def test_a_stopped_client_is_evicted(bounded: Serving, script: str, genera
         bounded.runner.allow(3)
         assert await client.line() == "token"
         client.stop()
-        bounded.runner.allow(300)  # of 1900
         await sibling_gets_everything(bounded)
+        bounded.runner.allow(200)  # of 1900
         await bounded.until(lambda: bounded.idle and len(bounded.server.live) == 0)
         assert bounded.runner.steps < 310, "it was not done: it was evicted"
         last = await client.last_words()
         assert last.startswith("RESOURCE_EXHAUSTED the client reads too slowly: ")
-    bounded.runner.open()
     await sibling_gets_everything(bounded)
 
 

@@ -44,9 +44,9 @@ class SchedulerConfig:
         patience: seconds after which a request without a deadline is as urgent as one whose deadline has come.
         min_run_seconds: that a request runs before it gives way to a tenant that is owed more, and how far apart the
             two tenants must be, in seconds of service over weight.
-        max_slowdown: how many times as long a step may become, as predicted, for requests of tenants that have others
-            waiting, where somebody decodes in it whose tenant has none. They take turns then, and draft nothing. None
-            sets no limit.
+        max_slowdown: how many times as long a step may become, as predicted, for requests of tenants that ask for more
+            than twice their share of places, where somebody decodes in it whose tenant waits for nothing and has had
+            less. They take turns then, and draft nothing. Infinity sets no limit.
     """
 
     num_blocks: int
@@ -67,7 +67,7 @@ class SchedulerConfig:
     max_step_seconds: float | None = None
     patience: float = 10.0
     min_run_seconds: float = 1.0
-    max_slowdown: float | None = None
+    max_slowdown: float = 1.25
 
     def __post_init__(self) -> None:
         positive = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_queued")
@@ -84,7 +84,7 @@ class SchedulerConfig:
             raise InvalidArgument("long_prefill_threshold", self.long_prefill_threshold, "an integer >= 1")
         if self.max_step_seconds is not None and not self.max_step_seconds > 0.0:
             raise InvalidArgument("max_step_seconds", self.max_step_seconds, "a number > 0")
-        if self.max_slowdown is not None and not 1.0 <= self.max_slowdown < math.inf:
+        if not self.max_slowdown >= 1.0:
             raise InvalidArgument("max_slowdown", self.max_slowdown, "a number >= 1")
         for name in ("patience", "min_run_seconds"):
             if not 0.0 <= getattr(self, name) < math.inf:

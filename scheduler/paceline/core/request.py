@@ -7,7 +7,6 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from paceline.core.acceptance import Residual
 from paceline.core.params import (
@@ -239,11 +238,21 @@ class RequestStats:
         )
 
 
-class RequestOutput(NamedTuple):
+class RequestOutput:
     """New tokens of one request; `finish` and `stats` come once, with the last of them."""
 
-    request_id: int
-    token_offset: int
-    token_ids: tuple[int, ...]
-    finish: Finish | None = None
-    stats: RequestStats | None = None
+    __slots__ = ("finish", "request_id", "stats", "token_ids", "token_offset")
+
+    def __init__(
+        self,
+        request_id: int,
+        token_offset: int,
+        token_ids: tuple[int, ...],
+        finish: Finish | None = None,
+        stats: RequestStats | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.token_offset = token_offset
+        self.token_ids = token_ids
+        self.finish = finish
+        self.stats = stats

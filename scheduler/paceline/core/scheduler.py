@@ -38,7 +38,7 @@ from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan
 from paceline.core.prefixes import Prefixes
 from paceline.core.request import RUNNING, Request, RequestOutput, RequestStats, RequestStatus
 from paceline.core.service_rate import ServiceRate
-from paceline.core.slowdown import Slowdown
+from paceline.core.slowdown import LEAST_ROWS, Slowdown
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_report import SpeculationReport
 from paceline.core.step_builder import Share, StepBuilder
@@ -56,7 +56,6 @@ from paceline.errors import (
 )
 
 MAX_OUTSTANDING = 2  # the plan that runs and the one made meanwhile
-LEAST_PROMPT_ROWS = 16  # of prompts in a step that is kept short for others, lest they starve
 
 
 class Scheduler:
@@ -345,7 +344,7 @@ class Scheduler:
         if not decodes:
             return self.config.max_num_batched_tokens
         curve = costs.targets(decodes, self.config.max_num_batched_tokens, 0, decodes)
-        return max(LEAST_PROMPT_ROWS, int((curve <= seconds).sum()) - 1)
+        return max(LEAST_ROWS, int((curve <= seconds).sum()) - 1)
 
     def _prompt_rows(self, wanted: int, step: StepBuilder, budget: int) -> int:
         """Known tokens of one prompt that the step may compute, at least one."""
@@ -393,12 +392,18 @@ class Scheduler:
         return preempted
 
     def _crowd(self) -> frozenset[str]:
-        """Tenants that ask for more than they get: they have requests waiting, while others, who have none, decode."""
-        if self.config.max_slowdown is None or self.speculation.costs is None or not self.tenants.num_waiting:
+        """Tenants that ask for far more than their share, while others decode who ask for no more than they get, and
+        who have had less.
+        """
+        if self.config.max_slowdown == math.inf or self.speculation.costs is None or not self.tenants.num_waiting:
             return frozenset()
-        crowd = frozenset([tenant.name for tenant in self.tenants.waiting])
-        decoding = any([one.tenant not in crowd and bool(one.output_token_ids) for one in self.running.values()])
-        return crowd if decoding else frozenset()
+        greedy = self.tenants.greedy(self.config.max_num_seqs)
+        if not greedy:
+            return frozenset()
+        decoding = {one.tenant for one in self.running.values() if one.output_token_ids}
+        content = [self.tenants[name] for name in decoding]
+        least = min([tenant.service for tenant in content if not tenant.queue], default=math.inf)
+        return frozenset([tenant.name for tenant in greedy if tenant.service >= least])
 
     def _in_turn(self, requests: Sequence[Request]) -> list[Request]:
         """Behind the one that had the last turn, and around."""
@@ -407,7 +412,7 @@ class Scheduler:
     def _limit_slowdown(self, step: StepBuilder, others: Sequence[Request]) -> None:
         """From here on the crowd fills the step, if somebody decodes in it."""
         costs, limit, shares = self.speculation.costs, self.config.max_slowdown, step.shares.values()
-        if costs is None or limit is None or not any([bool(share.request.output_token_ids) for share in shares]):
+        if costs is None or not any([bool(share.request.output_token_ids) for share in shares]):
             return
         # The rows for their drafts shall be as cheap as without the crowd.
         drafts = sum([max(self._limits(share.request).values(), default=0) for share in shares if share.samples])

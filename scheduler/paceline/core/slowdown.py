@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.core.cost_model import CostModel
 
-LEAST_ROWS = 16  # that whoever is first in turn gets in any case, so that nobody waits for ever
+LEAST_ROWS = 16  # of prompts in a step that is kept short for others: whoever is first gets them in any case
 
 
 class Slowdown:

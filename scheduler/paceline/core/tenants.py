@@ -16,6 +16,7 @@ from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.errors import InvalidArgument
 
 EMPTY = 1e-6  # tokens that a bucket may lack by rounding
+GREED = 2.0  # times its share that a tenant may ask for before it is held back for others
 MOST_IDLE = 1024  # tenants that are remembered although they have no requests
 
 
@@ -154,6 +155,12 @@ class Tenants:
             if (best is None or tenant.service < best.service) and may_start(tenant):
                 best = tenant
         return best
+
+    def greedy(self, places: int) -> list[Tenant]:
+        """Those that have requests waiting, and with those that run more than twice their share of so many places."""
+        weight = sum([tenant.policy.weight for tenant in self._tenants.values() if tenant.is_live])
+        most = GREED * places / weight
+        return [one for one in self._waiting.values() if one.num_running + len(one.queue) > most * one.policy.weight]
 
     def give_way(self, name: str, count: int, missing: int) -> list[Request]:
         """So many requests that leave a full queue to `count` more of this tenant: the newest of the tenant that has

@@ -8,6 +8,10 @@ async with contextlib.aclosing(stream):
         print(delta.text, end="")
 """
 
+from paceline.compiled import path_of
+
+__path__ = path_of("engine", __path__)
+
 from paceline.engine.async_engine import IDLE_SECONDS, AsyncEngine, forward_worker
 from paceline.engine.delta import Delta, Output
 from paceline.engine.engine import Engine

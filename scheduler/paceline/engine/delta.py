@@ -13,8 +13,9 @@ from paceline.core.request import RequestStats
 PromptLogprobs = tuple[TokenLogprobs | None, ...]
 
 
-# Not frozen, though nobody changes one: one is made for every token, and freezing makes that take three times as long.
-@dataclass(slots=True)
+# Not frozen, though nobody changes one, and with a constructor that is written out: one is made for every token, and
+# what a dataclass has by itself takes three times as long.
+@dataclass(init=False)
 class Delta:
     """New text and tokens of one completion. Concatenated, deltas of a choice give the whole of it.
 
@@ -32,11 +33,31 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     token_offset: int
-    finish: Finish | None = None
-    stats: RequestStats | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    choice: int = 0
-    prompt_logprobs: PromptLogprobs = ()
+    finish: Finish | None
+    stats: RequestStats | None
+    logprobs: tuple[TokenLogprobs, ...]
+    choice: int
+    prompt_logprobs: PromptLogprobs
+
+    def __init__(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        token_offset: int,
+        finish: Finish | None = None,
+        stats: RequestStats | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        choice: int = 0,
+        prompt_logprobs: PromptLogprobs = (),
+    ) -> None:
+        self.text = text
+        self.token_ids = token_ids
+        self.token_offset = token_offset
+        self.finish = finish
+        self.stats = stats
+        self.logprobs = logprobs
+        self.choice = choice
+        self.prompt_logprobs = prompt_logprobs
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
@@ -54,7 +75,7 @@ def join(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(init=False)
 class Output(Delta):
     """A delta, and whose it is.
 
@@ -63,4 +84,21 @@ class Output(Delta):
     """
 
     request_id: int
-    cached_prompt_tokens: int = 0
+    cached_prompt_tokens: int
+
+    def __init__(
+        self,
+        request_id: int,
+        cached_prompt_tokens: int,
+        text: str,
+        token_ids: tuple[int, ...],
+        token_offset: int,
+        finish: Finish | None = None,
+        stats: RequestStats | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        choice: int = 0,
+        prompt_logprobs: PromptLogprobs = (),
+    ) -> None:
+        super().__init__(text, token_ids, token_offset, finish, stats, logprobs, choice, prompt_logprobs)
+        self.request_id = request_id
+        self.cached_prompt_tokens = cached_prompt_tokens

@@ -16,13 +16,14 @@ from typing import TypeAlias
 
 from paceline.core.grammar import Grammar, GrammarCompiler
 from paceline.core.params import Constraints, Method, SamplingParams
-from paceline.core.plan import Finish, FinishReason, SequenceResult, StepPlan, StepResult, StepRunner, TokenLogprobs
+from paceline.core.plan import FinishReason, StepPlan, StepResult, StepRunner, TokenLogprobs
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
-from paceline.engine.delta import Output, PromptLogprobs
+from paceline.engine.completions import Completion, Completions
+from paceline.engine.delta import Output
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stop_matcher import StopMatcher
-from paceline.engine.stops import Cut, StopChecker
+from paceline.engine.stops import StopChecker
 from paceline.engine.tokenizer import ROLES, Tokenizer
 from paceline.engine.totals import Totals
 from paceline.engine.usage import Usage
@@ -50,28 +51,6 @@ class Prepared:
 
     prompt_token_ids: tuple[int, ...]
     constraints: Constraints
-
-
-class _Completion:
-    """What the engine remembers of one live completion.
-
-    Attributes:
-        prompt_logprobs: as far as they are known, aligned with the prompt; None if they are not wanted, or told.
-    """
-
-    __slots__ = ("checker", "prompt_logprobs", "request")
-
-    def __init__(
-        self, request: Request, checker: StopChecker, prompt_logprobs: list[TokenLogprobs | None] | None
-    ) -> None:
-        self.request = request
-        self.checker = checker
-        self.prompt_logprobs = prompt_logprobs
-
-    def take_prompt_logprobs(self) -> PromptLogprobs:
-        """All of them, once."""
-        known, self.prompt_logprobs = self.prompt_logprobs or [], None
-        return tuple(known)
 
 
 class Engine:
@@ -122,7 +101,7 @@ class Engine:
         self.usage = Usage(scheduler)
         self.on_end: list[EndObserver] = []
         self._ids = itertools.count()
-        self._completions: dict[int, _Completion] = {}
+        self._completions = Completions()
         self._failed = False
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -255,15 +234,15 @@ class Engine:
         )
         checker = StopChecker(request.stop, self.tokenizer, prompt, self.scheduler.config.eos_token_ids, matcher)
         known: list[TokenLogprobs | None] | None = None if logprobs.prompt is None else [None] * len(prompt)
-        self._completions[request_id] = _Completion(added, checker, known)
+        self._completions.add(Completion(added, checker, known))
         self.usage.of(added.tenant).completions += 1
 
     def abort(self, request_id: int) -> bool:
         """End a request; its blocks are free on return, and it has no more outputs. False if it is not live."""
-        completion = self._completions.pop(request_id, None)
+        request = self._completions.pop(request_id)
         aborted = self.scheduler.abort(request_id)
-        if completion is not None:
-            self._ended(completion.request, None, self.clock())
+        if request is not None:
+            self._ended(request, None, self.clock())
         return aborted
 
     def _ended(self, request: Request, reason: FinishReason | None, now: float) -> None:
@@ -306,9 +285,9 @@ class Engine:
         """Completions that came too late, as `plan` has found: each once, with the reason. They have no outputs."""
         refused = self.scheduler.take_refused()
         for request_id, _ in refused:
-            completion = self._completions.pop(request_id, None)
-            if completion is not None:
-                self._ended(completion.request, None, self.clock())
+            request = self._completions.pop(request_id)
+            if request is not None:
+                self._ended(request, None, self.clock())
         return refused
 
     def seconds_to_wait(self) -> float:
@@ -323,56 +302,16 @@ class Engine:
     def finish(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Commit a step's result: what each request has gained. Requests aborted meanwhile have no output."""
         start = self.clock()
-        cuts: dict[int, Cut] = {}
-        sequences = []
-        for sequence in result.sequences:
-            request = self.scheduler.requests.get(sequence.request_id)
-            if request is not None:
-                sequence = self._cut(request, sequence, cuts)
-            sequences.append(sequence)
-        logprobs = {sequence.request_id: sequence.logprobs for sequence in sequences}
-        outputs = []
-        for core in self.scheduler.update(plan, replace(result, sequences=tuple(sequences)), start):
-            completion = self._completions[core.request_id]
-            outputs.append(
-                Output(
-                    cuts[core.request_id].text,
-                    core.token_ids,
-                    core.token_offset,
-                    core.finish,
-                    core.stats,
-                    logprobs[core.request_id],
-                    completion.request.params.choice,
-                    completion.take_prompt_logprobs(),
-                    request_id=core.request_id,
-                    cached_prompt_tokens=completion.request.num_cached_tokens,
-                )
-            )
-            if core.finish is not None:
-                del self._completions[core.request_id]
-                self._ended(completion.request, core.finish.reason, start)
-        self.totals.add_step(result.times, sum(len(output.token_ids) for output in outputs))
+        to_commit, shown = self._completions.cut(result, self.scheduler.requests)
+        outputs = self._completions.outputs(self.scheduler.update(plan, to_commit, start), shown)
+        for output in outputs:
+            if output.finish is not None:
+                request = self._completions.pop(output.request_id)
+                assert request is not None
+                self._ended(request, output.finish.reason, start)
+        self.totals.add_step(result.times, sum([len(output.token_ids) for output in outputs]))
         self.totals.python += self.clock() - start
         return outputs
-
-    def _cut(self, request: Request, sequence: SequenceResult, cuts: dict[int, Cut]) -> SequenceResult:
-        """A result as the core may commit it: without what stands behind a stop. The cut is noted."""
-        completion = self._completions[request.request_id]
-        if completion.prompt_logprobs is not None:
-            end = sequence.prompt_start + len(sequence.prompt_logprobs)
-            completion.prompt_logprobs[sequence.prompt_start : end] = sequence.prompt_logprobs
-        token_ids, end_of_run = sequence.token_ids, None
-        if sequence.failure is not None:
-            end_of_run = Finish(FinishReason.DEAD_END, detail=sequence.failure)
-        elif sequence.grammar_end is not None:
-            token_ids, end_of_run = token_ids[: sequence.grammar_end], Finish(FinishReason.EOS)
-        if not token_ids and end_of_run is None:
-            return sequence
-        cut = cuts[request.request_id] = completion.checker.cut(request, token_ids, end_of_run)
-        if cut.finish is None and len(cut.token_ids) == len(sequence.token_ids):
-            return sequence
-        logprobs = sequence.logprobs[: len(cut.token_ids)]
-        return sequence._replace(token_ids=cut.token_ids, logprobs=logprobs, finish=cut.finish)
 
     def step(self) -> list[Output]:
         """Plan, execute and finish one step, with none outstanding. Without work, nothing happens; where every request

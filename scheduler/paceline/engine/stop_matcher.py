@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 
 class StopMatcher:
@@ -13,7 +14,7 @@ class StopMatcher:
     state, `START` at first.
     """
 
-    START = 0
+    START: ClassVar[int] = 0
 
     def __init__(self, strings: Iterable[str]) -> None:
         self._next: list[dict[str, int]] = [{}]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from paceline.core.params import StopParams
 from paceline.core.plan import Finish, FinishReason
@@ -13,7 +12,7 @@ from paceline.engine.stop_matcher import StopMatcher
 from paceline.engine.tokenizer import Tokenizer
 
 
-class Cut(NamedTuple):
+class Cut:
     """What is left of a step's tokens.
 
     Attributes:
@@ -22,9 +21,12 @@ class Cut(NamedTuple):
         finish: set if the completion ends with these tokens.
     """
 
-    token_ids: tuple[int, ...]
-    text: str
-    finish: Finish | None
+    __slots__ = ("finish", "text", "token_ids")
+
+    def __init__(self, token_ids: tuple[int, ...], text: str, finish: Finish | None = None) -> None:
+        self.token_ids = token_ids
+        self.text = text
+        self.finish = finish
 
 
 class StopChecker:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable
 
 from paceline.engine.delta import Delta, PromptLogprobs, join
+from paceline.engine.reading import read_all
 from paceline.errors import PacelineError
 
 
@@ -174,12 +175,8 @@ class Stream:
         """Have `callback` called by every `put` that leaves more than so many tokens behind. It must not raise."""
         self._most_backlog, self._on_backlog = tokens, callback
 
-    async def __aiter__(self) -> AsyncGenerator[Delta, None]:
-        try:
-            while (delta := await self.get()) is not None:
-                yield delta
-        finally:
-            await self.aclose()
+    def __aiter__(self) -> AsyncGenerator[Delta, None]:
+        return read_all(self)
 
     async def get(self) -> Delta | None:
         """The next delta, once one is due; None behind the last, and after `aclose`. Raises the stream's error."""

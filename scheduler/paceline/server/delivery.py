@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
+import grpc
+
 from paceline.engine import Delta, Stream
-from paceline.server.convert import WITH_TEXT, WITH_TOKEN_IDS, write_delta, write_logprobs
+from paceline.server.convert import WITH_TEXT, WITH_TOKEN_IDS, write_finished, write_logprobs
+from paceline.server.readers import Watch, send_headers
 from paceline.v1 import generation_pb2 as pb
 
 # Logprobs of more tokens than this are for another thread to write: about a millisecond's worth.
@@ -32,6 +36,27 @@ class Delivery:
         self._has_text = content in WITH_TEXT
         self._has_token_ids = content in WITH_TOKEN_IDS
 
+    async def send(
+        self, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse], watch: Watch
+    ) -> None:
+        """Write it all to an RPC of its own, message by message. Raises the stream's error."""
+        watch.watch(self.stream)
+        begun = False
+        while (delta := await self.stream.get()) is not None:
+            if not self.concerns(delta):
+                continue
+            response = pb.GenerateResponse()
+            if self.takes_long(delta):
+                await asyncio.to_thread(self.write, delta, response)
+            else:
+                self.write(delta, response)
+            if not begun:
+                await send_headers(context, self.request_id)
+                begun = True
+            watch.begin()
+            await context.write(response)
+            watch.end()
+
     def concerns(self, delta: Delta) -> bool:
         """The message about it would carry something; all others are left out."""
         return bool(
@@ -48,8 +73,23 @@ class Delivery:
         return len(delta.logprobs) > MANY_TOKENS
 
     def write(self, delta: Delta, response: pb.GenerateResponse) -> None:
-        """Put a delta that is of concern into an empty message."""
-        write_delta(delta, self._has_text, self._has_token_ids, response)
+        """Put a delta that is of concern into an empty message, with the parts of it that the client asked for.
+
+        Most messages hold a token and little else, so only what is there is set: that is four times as fast as giving
+        everything to the constructor.
+        """
+        if delta.choice:
+            response.choice = delta.choice
+        if delta.token_offset:
+            response.token_offset = delta.token_offset
+        if self._has_text:
+            response.text = delta.text
+        if self._has_token_ids:
+            response.token_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            response.logprobs.extend(write_logprobs(delta.logprobs))
+        if delta.finish is not None:
+            response.finished.CopyFrom(write_finished(delta.finish, delta.stats))
         if self._started is not None:
             started, self._started = self._started, None
             started.cached_prompt_tokens = self.stream.cached_prompt_tokens
