@@ -31,6 +31,7 @@ MODULES: Final = (
     "core/deadlines.py",
     "core/depth.py",
     "core/kv_cache_manager.py",
+    "core/plan.py",
     "core/prefix_cache.py",
     "core/prefixes.py",
     "core/queue.py",

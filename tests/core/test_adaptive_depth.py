@@ -154,7 +154,7 @@ def learned(policy: AdaptiveDepth, gain: float) -> None:
     """Let it have earned `gain` times what the same sequences earn without drafts, for long."""
     shape = StepShape(1, 0)
     for _ in range(200):
-        policy.observe(Outcome(shape, 0.0, policy.costs.step(shape) / gain, 1, ((0, 0, 0),)))
+        policy.observe(Outcome(shape, 0.0, policy.costs.step(shape) / gain, 1, 1, ()))
 
 
 # -- the best choice -------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_a_step_that_was_disturbed_hardly_moves_the_price_of_time() -> None:
     learned(policy, 2.0)
     choose(policy, candidate(0.8))
     before = policy.decision.price_of_time
-    policy.observe(Outcome(StepShape(1, 0), 0.0, 1e6, 2, ((0, 0, 0),)))
+    policy.observe(Outcome(StepShape(1, 0), 0.0, 1e6, 1, 2, ()))
     policy.choose([candidate(0.8)], load_of([candidate(0.8)]))
     assert before * 0.8 < policy.decision.price_of_time < before
 
@@ -306,7 +306,7 @@ def test_prompts_beside_do_not_make_time_cheaper() -> None:
         kind = StepKind.MIXED if prompts else StepKind.VERIFY
         shape = StepShape(3 + prompts, 0, (1, 1), kind=kind, sequences=2)
         for _ in range(200):
-            policy.observe(Outcome(shape, 0.2, policy.costs.step(shape), 2, ((0, 2, 1),)))
+            policy.observe(Outcome(shape, 0.2, policy.costs.step(shape), 1, 2, ((0, 2, 1),)))
         policy.choose([candidate(0.8)], load_of([candidate(0.8)]))
         prices.append(policy.decision.price_of_time)
     assert prices[0] == pytest.approx(prices[1])
@@ -467,7 +467,7 @@ def test_the_same_history_gives_the_same_choices() -> None:
             candidates = [candidate(float(generator.uniform()), i, without=step) for i in range(5)]
             depths += choose(policy, *candidates)
             emitted = int(generator.integers(5, 20))
-            policy.observe(Outcome(StepShape(5, 0), 0.0, 2.0, emitted, ((0, 1, 1),) * 5))
+            policy.observe(Outcome(StepShape(5, 0), 0.0, 2.0, 5, emitted, ((0, 1, 1),) * 5))
         return depths
 
     assert run() == run()
@@ -616,7 +616,8 @@ def test_now_and_then_a_step_is_taken_without_drafts_to_check_what_they_save() -
     for step in range(3 * PLAIN_INTERVAL):
         (depth,) = choose(policy, candidate(0.9))
         kind = StepKind.VERIFY if depth else StepKind.DECODE
-        policy.observe(Outcome(StepShape(1 + depth, 0, kind=kind), 0.0, 1.0, 1 + depth, ((0, depth, depth),)))
+        drafts = ((0, depth, depth),) if depth else ()
+        policy.observe(Outcome(StepShape(1 + depth, 0, kind=kind), 0.0, 1.0, 1, 1 + depth, drafts))
         if not depth:
             plain.append(step)
     assert [later - earlier for earlier, later in itertools.pairwise(plain)] == [PLAIN_INTERVAL]

@@ -20,7 +20,7 @@ def depths(policy: DepthPolicy, *request_ids: int, lowest: int = 0, highest: int
 
 def observe(policy: DepthPolicy, *drafts: tuple[int, int, int]) -> None:
     emitted = sum(accepted + 1 for _, _, accepted in drafts)
-    policy.observe(Outcome(StepShape(emitted, 0), 0.0, 1.0, emitted, drafts))
+    policy.observe(Outcome(StepShape(emitted, 0), 0.0, 1.0, len(drafts), emitted, tuple(d for d in drafts if d[1])))
 
 
 def trace(name: str, shares: list[float]) -> list[int]:

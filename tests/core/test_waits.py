@@ -11,7 +11,7 @@ from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import SchedulingParams
 from paceline.core.plan import StepPlan
 from paceline.core.request import Request
-from paceline.core.scheduler import LEAST_PROMPT_ROWS
+from paceline.core.slowdown import LEAST_ROWS
 from paceline.core.speculation import SpeculationControl
 
 BUDGET = 128
@@ -81,8 +81,8 @@ def test_prompts_do_not_starve() -> None:
     start_decoding(harness, 3)
     late = harness.add(100)
     plan = harness.step()
-    assert chunks(plan) == [LEAST_PROMPT_ROWS]
-    harness.step_until(lambda: late.output_token_ids, 100 // LEAST_PROMPT_ROWS + 1)
+    assert chunks(plan) == [LEAST_ROWS]
+    harness.step_until(lambda: late.output_token_ids, 100 // LEAST_ROWS + 1)
     harness.drain()
 
 

@@ -326,12 +326,12 @@ def with_logprobs(runner: ScriptedRunner, work: SequenceWork, result: SequenceRe
     known = len(sequence) - len(result.token_ids)
     if sequence.params.logprobs.completion is not None:
         emitted = tuple(logprob_of(token, position) for position, token in enumerate(result.token_ids, known))
-        result = result._replace(logprobs=emitted)
+        result = replace(result, logprobs=emitted)
     if sequence.params.logprobs.prompt is not None:
         start = (known if work.samples else sequence.num_computed) - work.num_tokens + 1
         tokens = sequence.prompt[start : start + work.num_tokens]
         told = tuple(logprob_of(token, position) for position, token in enumerate(tokens, start))
-        result = result._replace(prompt_start=start, prompt_logprobs=told)
+        result = replace(result, prompt_start=start, prompt_logprobs=told)
     return result
 
 
@@ -345,8 +345,8 @@ def with_finish_at(
         if not work.samples or len(result.token_ids) < left:
             return result
         if "failure" in ending:
-            return result._replace(token_ids=result.token_ids[:left], failure=ending["failure"])  # type: ignore[arg-type]
-        return result._replace(grammar_end=left)
+            return replace(result, token_ids=result.token_ids[:left], failure=ending["failure"])  # type: ignore[arg-type]
+        return replace(result, grammar_end=left)
 
     return edit
 

@@ -161,11 +161,12 @@ class TestEndOfRun:
     def test_it_ends_the_completion_and_nothing_stays_held_back(self, run: tuple[int, ...]) -> None:
         for min_tokens in (0, 30):
             text = bytes(run).decode(errors="replace")
-            assert self.cut(StopParams(50, ("abc",), min_tokens=min_tokens), run) == Cut(run, text, self.END)
+            assert whole([self.cut(StopParams(50, ("abc",), min_tokens=min_tokens), run)]) == (run, text, self.END)
 
     def test_what_ends_the_completion_before_wins(self) -> None:
         stop = StopParams(4, ("!",))
-        assert self.cut(stop, ids("a!b")) == Cut(ids("a!"), "a", Finish(FinishReason.STOP_STRING, stop_string="!"))
+        found = Finish(FinishReason.STOP_STRING, stop_string="!")
+        assert whole([self.cut(stop, ids("a!b"))]) == (ids("a!"), "a", found)
         assert self.cut(stop, (*ids("a"), EOS)).finish == Finish(FinishReason.EOS, stop_token_id=EOS)
         assert self.cut(stop, ids("abcd")).finish == Finish(FinishReason.MAX_TOKENS)
 

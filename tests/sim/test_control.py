@@ -103,7 +103,7 @@ def test_only_reached_positions_are_shown() -> None:
     assert notes.observed == [[1.0, 0.0], [1.0], [1.0, 0.0]]
     assert notes.known[:3] == [0.0, 1.0, 1.0]
     assert 0.0 < notes.known[3] < 1.0, "what is not observed ages"
-    assert [outcome.drafts for outcome in policy.outcomes] == [((0, 4, 1),), ((0, 1, 1),), ((0, 0, 0),), ((0, 4, 1),)]
+    assert [outcome.drafts for outcome in policy.outcomes] == [((0, 4, 1),), ((0, 1, 1),), (), ((0, 4, 1),)]
     assert list(policy.seen[0][0].offers[0].survivals) == [0.5, 0.25, 0.125, 0.0625]
 
 
@@ -141,7 +141,8 @@ def test_requests_end_at_their_length_and_others_come() -> None:
             tokens[request_id] = tokens.get(request_id, 0) + accepted + 1
     ended = set(policy.forgotten)
     assert len(ended) == len(policy.forgotten) > 50
-    assert {tokens[request_id] for request_id in ended} == {7}
+    # A last token has no room for a draft.
+    assert {tokens[request_id] for request_id in ended} == {6, 7}
     assert all(len(c.offers[0].survivals) == c.highest > 0 for seen in policy.seen for c in seen)
     assert len(tokens) - len(ended) <= 2
     assert sum(tokens.values()) == trace.tokens.sum()

@@ -125,7 +125,7 @@ class AdaptiveDepth:
 
     def observe(self, outcome: Outcome) -> None:
         """Move the price of time. A step without decodes says nothing of it."""
-        decodes = len(outcome.drafts)
+        decodes = outcome.decodes
         if not decodes:
             return
         shape = outcome.shape

@@ -28,9 +28,8 @@ class _PerRequest(DepthPolicy):
 
     def observe(self, outcome: Outcome) -> None:
         for request_id, drafted, accepted in outcome.drafts:
-            if drafted:
-                depth = self._depths.get(request_id, self._start)
-                self._depths[request_id] = self._moved(request_id, depth, drafted, accepted)
+            depth = self._depths.get(request_id, self._start)
+            self._depths[request_id] = self._moved(request_id, depth, drafted, accepted)
 
     def forget(self, request_id: int) -> None:
         self._depths.pop(request_id, None)
@@ -114,10 +113,10 @@ class BatchMeanLadder(DepthPolicy):
         return [within_bounds(c, c.offers[0], depth) for c in candidates]
 
     def observe(self, outcome: Outcome) -> None:
-        if not outcome.drafts:
+        if not outcome.decodes:
             return
-        tier = self._tier(len(outcome.drafts))
-        accepted = [kept for _, drafted, kept in outcome.drafts if drafted]
+        tier = self._tier(outcome.decodes)
+        accepted = [kept for _, _, kept in outcome.drafts]
         if accepted:
             mean = sum(accepted) / len(accepted)
             before = mean if tier.accepted is None else tier.accepted

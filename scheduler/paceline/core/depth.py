@@ -79,13 +79,15 @@ class Outcome:
 
     Attributes:
         draft_seconds: of `seconds`, those of the draft model.
-        emitted: tokens that decodes brought.
-        drafts: request id, drafts verified and drafts kept of each decode; 0 and 0 where it drafted nothing.
+        decodes: requests that decoded.
+        emitted: tokens that they brought.
+        drafts: request id, drafts verified and drafts kept of those that drafted.
     """
 
     shape: StepShape
     draft_seconds: float
     seconds: float
+    decodes: int
     emitted: int
     drafts: tuple[tuple[int, int, int], ...]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from paceline.core.params import Method, SequenceParams
+from paceline.core.params import NO_METHOD, Method, SequenceParams
 
 
 class FinishReason(enum.StrEnum):
@@ -57,7 +57,10 @@ class Admission:
     num_draft_computed: int = 0
 
 
-class SequenceWork(NamedTuple):
+# Of these two there is one for every request in every step. Nobody changes them, but freezing them, or leaving the
+# constructor to be generated, makes them take three times as long.
+@dataclass(init=False, slots=True)
+class SequenceWork:
     """One request's part of a step.
 
     Attributes:
@@ -74,11 +77,31 @@ class SequenceWork(NamedTuple):
     request_id: int
     num_tokens: int
     samples: bool
-    num_drafts: int = 0
-    method: Method = Method.NONE
-    draft_catch_up: int = 0
-    new_block_ids: tuple[int, ...] = ()
-    scores_ngram: bool = False
+    num_drafts: int
+    method: Method
+    draft_catch_up: int
+    new_block_ids: tuple[int, ...]
+    scores_ngram: bool
+
+    def __init__(
+        self,
+        request_id: int,
+        num_tokens: int,
+        samples: bool,
+        num_drafts: int = 0,
+        method: Method = NO_METHOD,
+        draft_catch_up: int = 0,
+        new_block_ids: tuple[int, ...] = (),
+        scores_ngram: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.num_tokens = num_tokens
+        self.samples = samples
+        self.num_drafts = num_drafts
+        self.method = method
+        self.draft_catch_up = draft_catch_up
+        self.new_block_ids = new_block_ids
+        self.scores_ngram = scores_ngram
 
     @property
     def num_rows(self) -> int:
@@ -116,7 +139,8 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-class SequenceResult(NamedTuple):
+@dataclass(init=False, slots=True)
+class SequenceResult:
     """What one request's work brought.
 
     Attributes:
@@ -139,18 +163,48 @@ class SequenceResult(NamedTuple):
     """
 
     request_id: int
-    token_ids: tuple[int, ...] = ()
-    num_drafted: int = 0
-    num_accepted: int = 0
-    acceptance: tuple[float, ...] = ()
-    num_draft_computed: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_start: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    grammar_end: int | None = None
-    failure: str | None = None
-    finish: Finish | None = None
-    scored: tuple[float, ...] = ()
+    token_ids: tuple[int, ...]
+    num_drafted: int
+    num_accepted: int
+    acceptance: tuple[float, ...]
+    num_draft_computed: int
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_start: int
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    grammar_end: int | None
+    failure: str | None
+    finish: Finish | None
+    scored: tuple[float, ...]
+
+    def __init__(
+        self,
+        request_id: int,
+        token_ids: tuple[int, ...] = (),
+        num_drafted: int = 0,
+        num_accepted: int = 0,
+        acceptance: tuple[float, ...] = (),
+        num_draft_computed: int = 0,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_start: int = 0,
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+        grammar_end: int | None = None,
+        failure: str | None = None,
+        finish: Finish | None = None,
+        scored: tuple[float, ...] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = token_ids
+        self.num_drafted = num_drafted
+        self.num_accepted = num_accepted
+        self.acceptance = acceptance
+        self.num_draft_computed = num_draft_computed
+        self.logprobs = logprobs
+        self.prompt_start = prompt_start
+        self.prompt_logprobs = prompt_logprobs
+        self.grammar_end = grammar_end
+        self.failure = failure
+        self.finish = finish
+        self.scored = scored
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-RUNNING = RequestStatus.RUNNING  # as in `params.py`
+RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED  # as in `params.py`
 
 
 class Request:
@@ -98,7 +98,7 @@ class Request:
         self.block_keys: list[bytes] = []
         self.num_known_blocks = 0
         self.num_drafted_blocks = 0
-        self.pending: deque[SequenceWork] = deque()
+        self.pending: list[SequenceWork] = []
         self.siblings = {} if siblings is None else siblings
         self.siblings[request_id] = self
 

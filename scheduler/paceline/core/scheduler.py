@@ -326,7 +326,7 @@ class Scheduler:
                 continue
             request.charged_seconds += seconds
             self.tenants[request.tenant].charge(seconds, len(sequence.token_ids))
-            planned = request.pending.popleft()
+            planned = request.pending.pop(0)
             assert planned is work, (planned, work)
             output = self._commit(request, work, sequence, now)
             if output is not None:
@@ -547,7 +547,9 @@ class Scheduler:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
         shares, highest = [], []
         for share in step.shares.values():
-            if share.rows > 1 or not share.samples or (step.slowdown and share.request.tenant in step.crowd):
+            if share.rows > 1 or not share.samples or not share.request.methods:
+                continue
+            if step.slowdown is not None and share.request.tenant in step.crowd:
                 continue
             if limits := self._limits(share.request):
                 shares.append(share)
@@ -702,7 +704,7 @@ class Scheduler:
     def _charge_leaving(self, request_id: int, seconds: float, now: float) -> None:
         """What was computed for a request that has ended meanwhile is paid for all the same."""
         request = self._leaving[request_id]
-        request.pending.popleft()
+        request.pending.pop(0)
         self.tenants.get(request.tenant, now).charge(seconds)
         if not request.pending:
             del self._leaving[request_id]

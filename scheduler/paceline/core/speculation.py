@@ -143,22 +143,25 @@ class SpeculationControl:
         ]
         shape = _shape(plan.work, result.sequences, sum(contexts))
         bill = write_bill(self.costs, shape, plan.work, result.sequences, contexts, result.times.total)
-        drafts, emitted = [], 0
+        drafts, decodes, emitted = [], 0, 0
         for work, sequence, request, price in zip(plan.work, result.sequences, requests, bill.drafts, strict=True):
             # A run that computes a whole prompt besides is no verify step: it could not have drafted.
             if request is None or not work.samples or work.num_tokens > 1:
                 continue
-            self._learn(request, work, sequence)
+            if request.methods:
+                self._learn(request, work, sequence)
             tokens, drafted, accepted = len(sequence.token_ids), sequence.num_drafted, sequence.num_accepted
             request.depth = drafted
             counts = request.counts_by_method[work.method if work.num_drafts else NO_METHOD]
             counts.record(tokens, drafted, accepted if accepted < tokens else tokens, price)
-            drafts.append((work.request_id, drafted, accepted))
+            if drafted:
+                drafts.append((work.request_id, drafted, accepted))
+            decodes += 1
             emitted += tokens
         times = result.times
         if self.costs is not None:
             self.costs.observe(shape, times.draft, times.total)
-        self.policy.observe(Outcome(shape, times.draft, times.total, emitted, tuple(drafts)))
+        self.policy.observe(Outcome(shape, times.draft, times.total, decodes, emitted, tuple(drafts)))
         return bill.charges
 
     def end(self, request: Request) -> None:
@@ -254,10 +257,13 @@ def _shape(works: Sequence[SequenceWork], results: Sequence[SequenceResult], con
         sum([count for depth, count in by_depth.items() if depth > number])
         for number in range(max(drafting, default=0))
     ]
-    read = sum([work.draft_catch_up for work in works])
-    tokens = sum([work.num_tokens for work in works])
-    slots = sum([result.num_drafted for result in results])
-    if tokens > len(works) or sum([work.samples for work in works]) < len(works):
+    read = tokens = samples = slots = 0
+    for work, result in zip(works, results, strict=True):
+        read += work.draft_catch_up
+        tokens += work.num_tokens
+        samples += work.samples
+        slots += result.num_drafted
+    if tokens > len(works) or samples < len(works):
         kind = StepKind.MIXED
     else:
         kind = StepKind.VERIFY if slots else StepKind.DECODE

@@ -13,13 +13,15 @@ class SpeculationCounts:
 
     Attributes:
         emitted: tokens that the verify steps brought.
-        steps: verify steps by (drafts verified, those of them that were emitted).
+        plain_steps: those without drafts to verify.
+        steps: the others by (drafts verified, those of them that were emitted).
         gained_seconds: what the tokens that drafts brought would have taken without, by the cost model.
         spent_seconds: what the drafts took.
         rejected_seconds: of that, the price of drafts that were rejected.
     """
 
     emitted: int = 0
+    plain_steps: int = 0
     steps: dict[tuple[int, int], int] = field(default_factory=dict)
     gained_seconds: float = 0.0
     spent_seconds: float = 0.0
@@ -28,8 +30,11 @@ class SpeculationCounts:
     def record(self, emitted: int, drafted: int, accepted: int, price: DraftPrice = FREE) -> None:
         """Book one verify step."""
         self.emitted += emitted
-        key = drafted, accepted
-        self.steps[key] = self.steps.get(key, 0) + 1
+        if drafted:
+            key = drafted, accepted
+            self.steps[key] = self.steps.get(key, 0) + 1
+        else:
+            self.plain_steps += 1
         if price is not FREE:
             self.gained_seconds += price.gained
             self.spent_seconds += price.spent
@@ -41,6 +46,7 @@ class SpeculationCounts:
     def add(self, other: SpeculationCounts) -> None:
         """Book all that `other` has."""
         self.emitted += other.emitted
+        self.plain_steps += other.plain_steps
         for key, steps in other.steps.items():
             self.steps[key] = self.steps.get(key, 0) + steps
         self.gained_seconds += other.gained_seconds
@@ -54,12 +60,12 @@ class SpeculationCounts:
 
     @property
     def verify_steps(self) -> int:
-        return sum(self.steps.values())
+        return self.plain_steps + self.draft_steps
 
     @property
     def draft_steps(self) -> int:
         """Verify steps with a draft to verify."""
-        return sum(steps for (drafted, _), steps in self.steps.items() if drafted)
+        return sum(self.steps.values())
 
     @property
     def drafted(self) -> int:
@@ -74,9 +80,11 @@ class SpeculationCounts:
     @property
     def depths(self) -> list[int]:
         """Verify steps by the number of drafts verified, from 0."""
-        counts = [0] * (1 + max((drafted for drafted, _ in self.steps), default=-1))
+        counts = [0] * (1 + max((drafted for drafted, _ in self.steps), default=0 if self.plain_steps else -1))
         for (drafted, _), steps in self.steps.items():
             counts[drafted] += steps
+        if counts:
+            counts[0] = self.plain_steps
         return counts
 
     @property

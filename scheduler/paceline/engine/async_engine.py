@@ -12,7 +12,7 @@ from contextlib import suppress
 from paceline.core.plan import StepPlan, StepResult
 from paceline.engine.engine import Engine
 from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
-from paceline.engine.stream import Stream
+from paceline.engine.stream import Stream, publish
 from paceline.errors import Cancelled, DeadlineExceeded, EngineDead, PacelineError, Reason, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -283,13 +283,7 @@ class AsyncEngine:
         if future.done():
             await asyncio.sleep(0)  # awaiting it would not let anybody else run
         result = await future
-        for output in self.engine.finish(plan, result):
-            stream = self._streams[output.request_id]
-            if output.choice == 0:
-                stream.cached_prompt_tokens = output.cached_prompt_tokens
-            stream.put(output)
-            if output.finish is not None:
-                del self._streams[output.request_id]
+        publish(self.engine.finish(plan, result), self._streams)
         if not self._streams:
             self._empty.set()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Mapping, Sequence
+from collections.abc import KeysView, Sequence
 from dataclasses import replace
 
 from paceline.core.plan import Finish, FinishReason, SequenceResult, StepResult, TokenLogprobs
-from paceline.core.request import Request, RequestOutput
+from paceline.core.request import FINISHED, Request, RequestOutput
 from paceline.engine.delta import Output, PromptLogprobs
 from paceline.engine.stops import StopChecker
 
@@ -34,18 +34,14 @@ class Completion:
 
 
 class Shown:
-    """What readers get of a step beside token ids, by request.
+    """What a completion's reader gets of a step beside token ids."""
 
-    Attributes:
-        texts: of requests that emit.
-        logprobs: of those that asked for some.
-    """
+    __slots__ = ("completion", "logprobs", "text")
 
-    __slots__ = ("logprobs", "texts")
-
-    def __init__(self) -> None:
-        self.texts: dict[int, str] = {}
-        self.logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    def __init__(self, completion: Completion, text: str, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        self.completion = completion
+        self.text = text
+        self.logprobs = logprobs
 
 
 class Completions:
@@ -66,21 +62,20 @@ class Completions:
         completion = self._live.pop(request_id, None)
         return None if completion is None else completion.request
 
-    def cut(self, result: StepResult, requests: Mapping[int, Request]) -> tuple[StepResult, Shown]:
-        """A result as the core may commit it: without what stands behind a stop.
-
-        Args:
-            requests: the core's live ones; results of others stay as they are.
+    def cut(self, result: StepResult) -> tuple[StepResult, list[Shown]]:
+        """A result as the core may commit it, without what stands behind a stop; and what is shown of it, of each live
+        completion that emits or ends. Results of others stay as they are.
         """
-        shown = Shown()
+        shown: list[Shown] = []
         sequences = []
         for sequence in result.sequences:
-            if sequence.request_id in requests:
-                sequence = self._cut(self._live[sequence.request_id], sequence, shown)
+            completion = self._live.get(sequence.request_id)
+            if completion is not None and completion.request.status is not FINISHED:
+                sequence = self._cut(completion, sequence, shown)
             sequences.append(sequence)
         return replace(result, sequences=tuple(sequences)), shown
 
-    def _cut(self, completion: Completion, sequence: SequenceResult, shown: Shown) -> SequenceResult:
+    def _cut(self, completion: Completion, sequence: SequenceResult, shown: list[Shown]) -> SequenceResult:
         known = completion.prompt_logprobs
         if known is not None:
             end = sequence.prompt_start + len(sequence.prompt_logprobs)
@@ -93,31 +88,33 @@ class Completions:
         if not token_ids and end_of_run is None:
             return sequence
         cut = completion.checker.cut(completion.request, token_ids, end_of_run)
-        kept, finish = cut.token_ids, cut.finish
-        shown.texts[sequence.request_id] = cut.text
-        if sequence.logprobs:
-            shown.logprobs[sequence.request_id] = sequence.logprobs[: len(kept)]
-        if finish is None and len(kept) == len(sequence.token_ids):
+        logprobs = sequence.logprobs[: len(cut.token_ids)]
+        shown.append(Shown(completion, cut.text, logprobs))
+        if cut.finish is None and len(cut.token_ids) == len(sequence.token_ids):
             return sequence
-        logprobs = sequence.logprobs[: len(kept)]
-        return sequence._replace(token_ids=kept, logprobs=logprobs, finish=finish)
+        return replace(sequence, token_ids=cut.token_ids, logprobs=logprobs, finish=cut.finish)
 
-    def outputs(self, committed: Sequence[RequestOutput], shown: Shown) -> list[Output]:
-        """What the core has committed, as readers get it."""
+    def outputs(self, committed: Sequence[RequestOutput], shown: Sequence[Shown]) -> list[Output]:
+        """What the core has committed, as readers get it.
+
+        Args:
+            shown: of the same requests.
+        """
         outputs = []
-        for core in committed:
-            completion = self._live[core.request_id]
+        for core, seen in zip(committed, shown, strict=True):
+            completion = seen.completion
             request = completion.request
+            assert request.request_id == core.request_id, (request.request_id, core.request_id)
             outputs.append(
                 Output(
                     core.request_id,
                     request.num_cached_tokens,
-                    shown.texts[core.request_id],
+                    seen.text,
                     core.token_ids,
                     core.token_offset,
                     core.finish,
                     core.stats,
-                    shown.logprobs.get(core.request_id, ()),
+                    seen.logprobs,
                     request.params.choice,
                     () if completion.prompt_logprobs is None else completion.take_prompt_logprobs(),
                 )

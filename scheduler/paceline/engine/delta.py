@@ -15,7 +15,7 @@ PromptLogprobs = tuple[TokenLogprobs | None, ...]
 
 # Not frozen, though nobody changes one, and with a constructor that is written out: one is made for every token, and
 # what a dataclass has by itself takes three times as long.
-@dataclass(init=False)
+@dataclass(init=False, slots=True)
 class Delta:
     """New text and tokens of one completion. Concatenated, deltas of a choice give the whole of it.
 
@@ -75,7 +75,7 @@ def join(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-@dataclass(init=False)
+@dataclass(init=False, slots=True)
 class Output(Delta):
     """A delta, and whose it is.
 
@@ -99,6 +99,6 @@ class Output(Delta):
         choice: int = 0,
         prompt_logprobs: PromptLogprobs = (),
     ) -> None:
-        super().__init__(text, token_ids, token_offset, finish, stats, logprobs, choice, prompt_logprobs)
+        Delta.__init__(self, text, token_ids, token_offset, finish, stats, logprobs, choice, prompt_logprobs)
         self.request_id = request_id
         self.cached_prompt_tokens = cached_prompt_tokens

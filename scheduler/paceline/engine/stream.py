@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
-from paceline.engine.delta import Delta, PromptLogprobs, join
+from paceline.engine.delta import Delta, Output, PromptLogprobs, join
 from paceline.engine.reading import read_all
 from paceline.errors import PacelineError
 
@@ -220,3 +220,18 @@ class Stream:
         self._wake()
         if not self.ended:
             self._on_abandon(self.request_id)
+
+
+def publish(outputs: Sequence[Output], streams: dict[int, Stream]) -> None:
+    """Put what a step has brought into the streams.
+
+    Args:
+        streams: by the id of each live completion; one that has ended leaves it.
+    """
+    for output in outputs:
+        stream = streams[output.request_id]
+        if output.choice == 0:
+            stream.cached_prompt_tokens = output.cached_prompt_tokens
+        stream.put(output)
+        if output.finish is not None:
+            del streams[output.request_id]

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ class ModelRunner:
                 forced = sequence.matcher.forced(work.num_drafts) if sequence.matcher and work.num_drafts else []
                 if forced:
                     drafts[work.request_id] = Draft(forced)
-                    work = work._replace(num_drafts=0)
+                    work = replace(work, num_drafts=0)
                 mine.append((sequence, work))
             if mine:
                 proposals = drafter.propose(mine)
@@ -189,7 +190,7 @@ class ModelRunner:
             else:
                 result = _emit(work, *next(judged), self._scorer if work.scores_ngram else None)
             if work.request_id in prompt_logprobs:
-                result = result._replace(prompt_start=start, prompt_logprobs=prompt_logprobs[work.request_id])
+                result = replace(result, prompt_start=start, prompt_logprobs=prompt_logprobs[work.request_id])
             results.append(result)
         return tuple(results)
 

@@ -158,8 +158,9 @@ class ManyGenerations:
         self._tell(keyed)
 
     def _tell(self, keyed: _Keyed) -> None:
+        if not self._ready:  # else the writer has been told
+            self._wake.set()
         self._ready[keyed] = None
-        self._wake.set()
 
     async def _write(self, reader: asyncio.Task[None]) -> None:
         begun = False
@@ -188,15 +189,14 @@ class ManyGenerations:
     async def _collect(self) -> pb.GenerateManyResponse:
         """A message with what is ready, or as much of it as fits."""
         message = pb.GenerateManyResponse()
-        ready, self._ready = self._ready, {}
+        ready, self._ready = list(self._ready), {}
         large: list[tuple[Delivery, Delta, pb.GenerateResponse]] = []
         size = 0
-        for keyed in list(ready):
+        for index, keyed in enumerate(ready):
             if size >= FULL:
+                self._ready = dict.fromkeys(ready[index:]) | self._ready
                 break
-            del ready[keyed]
             size += self._add(keyed, message, large)
-        self._ready = ready | self._ready
         if large:
             await asyncio.to_thread(_write_all, large)
         return message

@@ -205,18 +205,19 @@ def simulate_control(
         shape = _shape(depths, catch_up)
         taken = costs.step(shape)
 
-        drafts = []
+        drafts, emitted = [], 0
         for stream, depth, limit in zip(streams, depths, longest, strict=True):
             accepted = min(depth, limit)
-            drafts.append((stream.request_id, depth, accepted))
+            emitted += accepted + 1
+            if depth:
+                drafts.append((stream.request_id, depth, accepted))
             if estimator is not None:
                 _learn(estimator, stream.residual, depth, accepted)
             stream.advance(depth, accepted + 1)
-        emitted = sum(accepted + 1 for _, _, accepted in drafts)
         draft_seconds = taken - costs.target(shape.rows, shape.context, shape.sequences)
         if known is not None:
             known.observe(shape, draft_seconds, taken)
-        policy.observe(Outcome(shape, draft_seconds, taken, emitted, tuple(drafts)))
+        policy.observe(Outcome(shape, draft_seconds, taken, len(streams), emitted, tuple(drafts)))
 
         tokens[step], seconds[step] = emitted, taken
         expected_tokens[step] = mean_tokens[places, depths].sum()

@@ -48,7 +48,7 @@ def cut_result(scheduler: Scheduler, result: StepResult) -> StepResult:
         request = scheduler.requests.get(sequence.request_id)
         if request is not None and sequence.token_ids:
             token_ids, finish = cut_run(request, sequence.token_ids, scheduler.config.eos_token_ids)
-            sequence = sequence._replace(token_ids=token_ids, finish=finish)
+            sequence = replace(sequence, token_ids=token_ids, finish=finish)
         cut.append(sequence)
     return replace(result, sequences=tuple(cut))
 

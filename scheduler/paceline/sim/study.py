@@ -283,7 +283,7 @@ class _Simulator:
             request = requests[sequence.request_id]
             if request.num_tokens + len(sequence.token_ids) >= request.max_total_tokens:
                 token_ids, finish = cut_run(request, sequence.token_ids, ())
-                sequences[index] = sequence._replace(token_ids=token_ids, finish=finish)
+                sequences[index] = replace(sequence, token_ids=token_ids, finish=finish)
         return replace(result, sequences=tuple(sequences))
 
     def _watch_backlog(self, backlogged: bool) -> None:
