@@ -129,7 +129,7 @@ def engine_settings(
     max_slowdown: Annotated[
         float,
         typer.Option(metavar="TIMES", help="As long a step may become for tenants that ask for too much; inf: any."),
-    ] = 1.25,
+    ] = 1.1,
     max_queued: Annotated[int, typer.Option(metavar="N", help="Requests that wait at most.")] = 4096,
     tenants: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML: what is granted to whom; see docs/scheduling.md.")

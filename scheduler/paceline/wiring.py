@@ -92,7 +92,7 @@ class EngineSettings:
     watermark: float = 0.01
     long_prefill_threshold: int | None = None
     max_step_seconds: float | None = None
-    max_slowdown: float = 1.25
+    max_slowdown: float = 1.1
     max_queued: int = 4096
 
 

@@ -67,7 +67,7 @@ class SchedulerConfig:
     max_step_seconds: float | None = None
     patience: float = 10.0
     min_run_seconds: float = 1.0
-    max_slowdown: float = 1.25
+    max_slowdown: float = 1.1
 
     def __post_init__(self) -> None:
         positive = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_queued")

@@ -84,6 +84,8 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.requests: dict[int, Request] = {}
         self._last_in_turn = -1  # of the crowd's requests
+        self._saved_seconds = 0.0  # for the crowd, by the last step
+        self._kept_short: dict[int, frozenset[str]] = {}  # outstanding steps by number, and for which tenants
         self._paced: dict[int, float] = {}  # seconds per token that running requests want at most
         self._leaving: dict[int, Request] = {}  # that ended with a result still to come
         self.refused: list[tuple[int, PacelineError]] = []
@@ -294,6 +296,7 @@ class Scheduler:
         if not preempted:
             self._admit_waiting(step, now)
         self._add_drafts(step)
+        self._saved_seconds = 0.0 if step.slowdown is None else step.slowdown.saved
         if not step.shares:
             return StepPlan(self._num_steps, (), (), ())
         works = []
@@ -303,6 +306,8 @@ class Scheduler:
             works.append(work)
         plan = StepPlan(self._num_steps, tuple(self._released), tuple(step.admitted), tuple(works))
         self._released.clear()
+        if step.slowdown is not None:
+            self._kept_short[self._num_steps] = step.light
         self._num_steps += 1
         self._num_outstanding += 1
         return plan
@@ -315,6 +320,7 @@ class Scheduler:
         """
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         self._num_outstanding -= 1
+        light = self._kept_short.pop(plan.step_id, None)
         live = [self.requests.get(work.request_id) for work in plan.work]
         charges = self.speculation.observe(plan, result, live)
         self.rate.step(plan.work, result.sequences, charges, result.times.total)
@@ -325,7 +331,9 @@ class Scheduler:
                 self._charge_leaving(work.request_id, seconds, now)
                 continue
             request.charged_seconds += seconds
-            self.tenants[request.tenant].charge(seconds, len(sequence.token_ids))
+            # The crowd, which takes less of such a step than it might, shall not find itself owed for that.
+            counts = light is None or request.tenant not in light
+            self.tenants[request.tenant].charge(seconds, len(sequence.token_ids), counts=counts)
             planned = request.pending.pop(0)
             assert planned is work, (planned, work)
             output = self._commit(request, work, sequence, now)
@@ -355,7 +363,7 @@ class Scheduler:
         True if somebody had to be preempted.
         """
         preempted = False
-        step.crowd = self._crowd()
+        self._find_crowd(step)
         order = list(self.running.values())
         others: list[Request] = []
         if step.crowd:
@@ -364,7 +372,7 @@ class Scheduler:
         first_other = len(order) - len(others)
         for index, request in enumerate(order):
             if index == first_other:
-                self._limit_slowdown(step, others)
+                self._limit_slowdown(step)
             if request.status is not RUNNING or (request.pending and request.surely_ends):
                 continue
             pending = request.pending
@@ -388,42 +396,45 @@ class Scheduler:
             else:
                 step.add(self._share(request, rows, rows == wanted, end, blocks))
         if step.crowd and not others:
-            self._limit_slowdown(step, others)
+            self._limit_slowdown(step)
         return preempted
 
-    def _crowd(self) -> frozenset[str]:
-        """Tenants that ask for far more than their share, while others decode who ask for no more than they get, and
-        who have had less.
+    def _find_crowd(self, step: StepBuilder) -> None:
+        """Tenants that ask for far more than their share, if others decode a few requests. Everyone else of their
+        weight may slow those by as much as `max_slowdown` says.
         """
         if self.config.max_slowdown == math.inf or self.speculation.costs is None or not self.tenants.num_waiting:
-            return frozenset()
-        greedy = self.tenants.greedy(self.config.max_num_seqs)
-        if not greedy:
-            return frozenset()
+            return
+        greedy, light = self.tenants.crowd(self.config.max_num_seqs)
+        if not light:
+            return
         decoding = {one.tenant for one in self.running.values() if one.output_token_ids}
-        content = [self.tenants[name] for name in decoding]
-        least = min([tenant.service for tenant in content if not tenant.queue], default=math.inf)
-        return frozenset([tenant.name for tenant in greedy if tenant.service >= least])
+        light = [tenant for tenant in light if tenant.name in decoding]
+        if light:
+            step.crowd = frozenset([tenant.name for tenant in greedy])
+            step.light = frozenset([tenant.name for tenant in light])
+            weights = sum([one.policy.weight for one in greedy]), sum([one.policy.weight for one in light])
+            step.most_slowdown = 1.0 + (self.config.max_slowdown - 1.0) * max(1.0, weights[0] / weights[1])
 
     def _in_turn(self, requests: Sequence[Request]) -> list[Request]:
         """Behind the one that had the last turn, and around."""
         return sorted(requests, key=lambda one: (one.request_id <= self._last_in_turn, one.request_id))
 
-    def _limit_slowdown(self, step: StepBuilder, others: Sequence[Request]) -> None:
-        """From here on the crowd fills the step, if somebody decodes in it."""
-        costs, limit, shares = self.speculation.costs, self.config.max_slowdown, step.shares.values()
-        if costs is None or not any([bool(share.request.output_token_ids) for share in shares]):
+    def _limit_slowdown(self, step: StepBuilder) -> None:
+        """From here on the crowd fills the step, if a light tenant decodes in it."""
+        costs, shares = self.speculation.costs, step.shares.values()
+        if costs is None or not any([share.request.tenant in step.light for share in shares]):
             return
-        # The rows for their drafts shall be as cheap as without the crowd.
-        drafts = sum([max(self._limits(share.request).values(), default=0) for share in shares if share.samples])
+        # Rows that are free are free for drafts first: as many as there were in the last step.
+        drafts = sum([share.request.depth for share in shares])
         step.slowdown = Slowdown(
             costs,
             sum([share.rows for share in shares]) + drafts,
             sum([share.end for share in shares]),
             len(shares),
             max(0, step.budget),
-            sum([request.num_computed_tokens for request in others]),
-            limit,
+            step.most_slowdown,
+            self._saved_seconds,
         )
 
     def _admit_waiting(self, step: StepBuilder, now: float) -> None:
@@ -436,7 +447,11 @@ class Scheduler:
             if tenant is None:
                 return
             request = tenant.queue.first()
-            if step.slowdown is not None and step.slowdown.is_full and tenant.name in step.crowd:
+            if (
+                step.slowdown is not None
+                and tenant.name in step.crowd
+                and not step.slowdown.fits(request.num_tokens, 0)
+            ):
                 held_up.add(tenant)
                 continue
             # A preempted request waits for its outstanding results: they may bring tokens, or its end.
@@ -579,7 +594,12 @@ class Scheduler:
                 share.scores_ngram = False  # it is verified
 
     def _load(self, step: StepBuilder) -> StepLoad:
-        shares = step.shares.values()
+        """What drafts come on top of. Where a crowd fills up what others have left, they choose as if it were not there,
+        lest every step asked for other depths.
+        """
+        shares = list(step.shares.values())
+        if step.slowdown is not None:
+            shares = [share for share in shares if share.request.tenant not in step.crowd]
         return StepLoad(
             rows=sum([share.rows for share in shares]),
             context=sum([share.end for share in shares]),

@@ -1,60 +1,69 @@
-"""How much longer a step may become for tenants that ask for more than they get, while others decode."""
+"""How much longer steps may become for tenants that ask for far more than their share, while light ones decode."""
 
 from __future__ import annotations
 
 from paceline.core.cost_model import CostModel
 
-LEAST_ROWS = 16  # of prompts in a step that is kept short for others: whoever is first gets them in any case
+LEAST_ROWS = 16  # of a prompt in a step that is kept short for others: less is not worth reading its context again
+SPAN = 1024  # tokens of context by which the price of one is told
 
 
 class Slowdown:
-    """What is left of a step, in its making, for requests of such tenants.
+    """What is left of a step, in its making, for requests of such tenants, in seconds.
+
+    What is too dear for one step waits for the time that several leave, and everybody behind it waits, too. So steps
+    become that much longer in the mean, and nobody waits for ever.
 
     Args:
-        rows, context, sequences: of the step without them, drafts included that the others may want.
+        rows, context, sequences: of the step without them, with the drafts that are to be expected.
         most_rows: that are left of its budget.
-        their_context: tokens whose KV all of their requests would read.
         limit: how many times as long it may become.
+        saved: seconds that steps before it have left.
+
+    Attributes:
+        is_full: nobody else gets a row.
     """
 
     def __init__(
-        self,
-        costs: CostModel,
-        rows: int,
-        context: int,
-        sequences: int,
-        most_rows: int,
-        their_context: int,
-        limit: float,
+        self, costs: CostModel, rows: int, context: int, sequences: int, most_rows: int, limit: float, saved: float
     ) -> None:
         self._by_rows = costs.targets(rows, most_rows, context, sequences)
-        self._least = self._by_rows.item(0)
-        self._limit = limit * self._least
-        more = costs.target(rows, context + their_context, sequences) - self._least
-        self._per_context = more / max(1, their_context)
+        alone = self._by_rows.item(0)
+        self._per_context = (costs.target(rows, context + SPAN, sequences) - alone) / SPAN
+        self._per_sequence = costs.target(rows, context, sequences + 1) - alone
+        self._seconds = saved + (limit - 1.0) * alone
         self._rows = 0
-        self._context = 0
+        self._waits_for = 0.0  # seconds that whoever has to wait would need
+        self.is_full = False
 
     @property
-    def is_full(self) -> bool:
-        """Nobody else gets a row."""
-        return self._rows > 0 and self._left(0) <= 0
+    def saved(self) -> float:
+        """Seconds for the next step: none if nobody had to wait, and no more than one of them waits for."""
+        return min(self._seconds, self._waits_for) if self.is_full else 0.0
 
-    def take(self, rows: int, context: int) -> int:
-        """Rows for one more request, of those that it wants; 0 if it has to wait for another step.
+    def fits(self, rows: int, context: int) -> bool:
+        """As many of these rows of a request as are worth it; if not, the step is full.
 
         Args:
             context: tokens whose KV it reads.
         """
-        left = self._left(context)
-        taken = min(rows, left if self._rows else max(left, LEAST_ROWS))
-        if taken <= 0:
+        least = min(self._rows + min(rows, LEAST_ROWS), len(self._by_rows) - 1)
+        price = self._price(least - self._rows, context)
+        if price > self._seconds or least == self._rows:
+            self.is_full, self._waits_for = True, price
+        return not self.is_full
+
+    def take(self, rows: int, context: int) -> int:
+        """Rows for one more request, of those that it wants; 0 if it has to wait."""
+        if self.is_full or not self.fits(rows, context):
             return 0
+        seconds = self._by_rows.item(self._rows) + self._seconds - self._price(0, context)
+        fitting = int(self._by_rows.searchsorted(seconds, side="right")) - 1 - self._rows
+        taken = max(1, min(rows, fitting))
+        self._seconds -= self._price(taken, context)
         self._rows += taken
-        self._context += context
         return taken
 
-    def _left(self, context: int) -> int:
-        """Rows that fit beside so many tokens of context more."""
-        seconds = self._limit - self._per_context * (self._context + context)
-        return int(self._by_rows.searchsorted(seconds, side="right")) - 1 - self._rows
+    def _price(self, rows: int, context: int) -> float:
+        of_rows: float = self._by_rows.item(self._rows + rows) - self._by_rows.item(self._rows)
+        return of_rows + self._per_context * context + self._per_sequence

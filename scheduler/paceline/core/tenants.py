@@ -16,7 +16,8 @@ from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.errors import InvalidArgument
 
 EMPTY = 1e-6  # tokens that a bucket may lack by rounding
-GREED = 2.0  # times its share that a tenant may ask for before it is held back for others
+# Of its share of places: what a tenant has to ask for to be held back for others, and what others run who are worth it.
+GREED, LIGHT = 2.0, 0.25
 MOST_IDLE = 1024  # tenants that are remembered although they have no requests
 
 
@@ -46,10 +47,15 @@ class Tenant:
     def is_live(self) -> bool:
         return self.num_running > 0 or len(self.queue) > 0
 
-    def charge(self, seconds: float, tokens: int = 0) -> None:
-        """Book engine time, and tokens that came of it."""
+    def charge(self, seconds: float, tokens: int = 0, *, counts: bool = True) -> None:
+        """Book engine time, and tokens that came of it.
+
+        Args:
+            counts: towards its turn, too.
+        """
         self.charged_seconds += seconds
-        self.service += seconds / self.policy.weight
+        if counts:
+            self.service += seconds / self.policy.weight
         self._bucket -= tokens
 
     def spend(self, tokens: int) -> None:
@@ -156,11 +162,23 @@ class Tenants:
                 best = tenant
         return best
 
-    def greedy(self, places: int) -> list[Tenant]:
-        """Those that have requests waiting, and with those that run more than twice their share of so many places."""
+    def crowd(self, places: int) -> tuple[list[Tenant], list[Tenant]]:
+        """Those that have requests waiting and, with those that run, far more than their share of so many places; and,
+        if there are any, those who wait for nothing and run but a few.
+        """
         weight = sum([tenant.policy.weight for tenant in self._tenants.values() if tenant.is_live])
-        most = GREED * places / weight
-        return [one for one in self._waiting.values() if one.num_running + len(one.queue) > most * one.policy.weight]
+        share = places / weight  # for a weight of 1
+        most = GREED * share
+        greedy = [one for one in self._waiting.values() if one.num_running + len(one.queue) > most * one.policy.weight]
+        if not greedy:
+            return [], []
+        few = LIGHT * share
+        light = [
+            one
+            for one in self._tenants.values()
+            if not one.queue and 0 < one.num_running <= max(1.0, few * one.policy.weight)
+        ]
+        return greedy, light
 
     def give_way(self, name: str, count: int, missing: int) -> list[Request]:
         """So many requests that leave a full queue to `count` more of this tenant: the newest of the tenant that has
