@@ -37,6 +37,7 @@ WARM_SECONDS = 2.0
 STREAMS = 512
 IDLE_STREAMS, IDLE_CONNECTIONS, IDLE_STEP_SECONDS = 5000, 10, 1.0
 CANCELS, CANCEL_SECONDS = 150, 0.05
+SIBLINGS, STOPPED, STOPPED_SECONDS, STOPPED_ROUNDS = 256, 16, 2.0, 8
 
 
 class Server:
@@ -194,6 +195,36 @@ def measure_cancels() -> list[float]:
     return [after - before for before, after in zip(cancelled, freed, strict=True)]
 
 
+def measure_siblings() -> list[tuple[float, float]]:
+    """The p99 gap of streams, in steps, alone and beside others that nobody reads, in turns. Those are blocked after
+    some forty messages, and gone when their client turns out not to answer, after three seconds.
+    """
+    pairs = []
+    with running("paceline", SIBLINGS + STOPPED) as server:
+        siblings = Connection("127.0.0.1", server.port, SERVICE + "Generate")
+        for _ in range(SIBLINGS):
+            siblings.open(REQUEST.SerializeToString())
+        siblings.read(WARM_SECONDS)
+        for _ in range(STOPPED_ROUNDS):
+            alone = _p99_gap(siblings)
+            stopped = Connection("127.0.0.1", server.port, SERVICE + "Generate", window=1024)
+            for _ in range(STOPPED):
+                stopped.open(REQUEST.SerializeToString())
+            siblings.read(1.0)  # until they are blocked
+            pairs.append((alone, _p99_gap(siblings)))
+            stopped.close()
+            siblings.read(0.5)
+        siblings.close()
+    return pairs
+
+
+def _p99_gap(connection: Connection) -> float:
+    connection.gaps.clear()
+    connection.read(STOPPED_SECONDS)
+    gaps = sorted(connection.gaps)
+    return gaps[int(0.99 * len(gaps))] / STEP_SECONDS
+
+
 @dataclass(frozen=True)
 class Row:
     """A line of the table; it holds if `value` is at most `bar`."""
@@ -208,7 +239,11 @@ class Row:
 
 
 def rows_of(
-    streams: dict[str, list[Rate]], many: dict[str, list[Rate]], idle: float, cancels: Sequence[float]
+    streams: dict[str, list[Rate]],
+    many: dict[str, list[Rate]],
+    idle: float,
+    cancels: Sequence[float],
+    siblings: Sequence[tuple[float, float]],
 ) -> list[Row]:
     rows = []
     for what, rates, bar in (
@@ -230,6 +265,9 @@ def rows_of(
     half = f"p50 {1e3 * median(cancels):.1f}"
     bar = 1e3 * STEP_SECONDS + 15.0
     rows.append(Row(f"cancel to freed slot beside {STREAMS} streams, p95", "", half, "", 1e3 * p95, bar, "ms"))
+    ratio = median(beside / alone for alone, beside in siblings)
+    what = f"  p99 gap beside {STOPPED} that nobody reads, {SIBLINGS} streams"
+    rows.append(Row(what, "", _range((beside for _, beside in siblings[:4]), ".2f"), "", ratio, 1.1, "x alone"))
     return rows
 
 
@@ -269,14 +307,18 @@ def main(
                 many[name].append(measure_rate(server, True, seconds))
             _tell(f"round {number + 1}: {name}, streams", streams[name][-1])
             _tell(f"round {number + 1}: {name}, many", many[name][-1])
-    idle, cancels = measure_idle(), measure_cancels()
-    print_table(rows_of(streams, many, idle, cancels), load)
+    idle, cancels, siblings = measure_idle(), measure_cancels(), measure_siblings()
+    print_table(rows_of(streams, many, idle, cancels, siblings), load)
     if output is not None:
         rates = {
             kind: {name: [asdict(rate) for rate in found] for name, found in by_name.items()}
             for kind, by_name in (("streams", streams), ("many", many))
         }
-        output.write_text(json.dumps({**rates, "idle_bytes": idle, "cancel_seconds": cancels, "load": load}, indent=1))
+        output.write_text(
+            json.dumps(
+                {**rates, "idle_bytes": idle, "cancel_seconds": cancels, "siblings": siblings, "load": load}, indent=1
+            )
+        )
 
 
 if __name__ == "__main__":

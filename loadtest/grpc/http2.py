@@ -38,6 +38,10 @@ def header_block(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
 class Connection:
     """One connection; one thread.
 
+    Args:
+        window: octets that the server may send on a stream, and on all together, before this side asks for more, which
+            it never does.
+
     Attributes:
         opened: streams so far; the ids are 1, 3, 5, ...
         last: stream -> when its last message came, in seconds of `time.monotonic()`.
@@ -46,7 +50,7 @@ class Connection:
         ended: streams that the server has ended; with its last words where they are refused.
     """
 
-    def __init__(self, host: str, port: int, path: str) -> None:
+    def __init__(self, host: str, port: int, path: str, window: int = WINDOW) -> None:
         self.socket = socket.create_connection((host, port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         fields = (
@@ -58,7 +62,7 @@ class Connection:
             (b"content-type", b"application/grpc"),
         )
         self._headers = header_block(fields)
-        settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, WINDOW)
+        settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, window)
         self.socket.sendall(
             PREFACE + frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", WINDOW))
         )

@@ -11,7 +11,7 @@ import pytest
 from support.serving import Serving, request
 from support.serving import serving as serving_context
 
-OPENS = 2500  # with its defaults, the library drops half of these
+OPENS = 5000  # with its defaults, the library drops most of these
 
 
 async def outcome(served: Serving, number: int) -> str:

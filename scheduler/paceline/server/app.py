@@ -41,7 +41,8 @@ OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     # Admission is the scheduler's. The default of 1000 drops a burst's streams at random, as CANCELLED.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 100_000),
-    ("grpc.max_concurrent_streams", 4096),
+    # A burst of a thousand more would be refused by the transport, which cannot say when to come again.
+    ("grpc.max_concurrent_streams", 8192),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -22,7 +22,7 @@ from paceline.v1 import generation_pb2 as pb
 # The generation that a message asks for, by the name that it gets if the message has none.
 Deliver: TypeAlias = Callable[[pb.GenerateRequest, str], AbstractAsyncContextManager[Delivery]]
 
-MAX_LIVE: Final = 4096  # generations on one RPC, as many as streams on a connection
+MAX_LIVE: Final = 4096  # generations on one RPC
 # A message is sent once it has about so many bytes: clients take 4 MiB, and what is behind gets its turn.
 FULL: Final = 1 << 19
 
