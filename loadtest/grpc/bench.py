@@ -314,11 +314,8 @@ def main(
             kind: {name: [asdict(rate) for rate in found] for name, found in by_name.items()}
             for kind, by_name in (("streams", streams), ("many", many))
         }
-        output.write_text(
-            json.dumps(
-                {**rates, "idle_bytes": idle, "cancel_seconds": cancels, "siblings": siblings, "load": load}, indent=1
-            )
-        )
+        others = {"idle_bytes": idle, "cancel_seconds": cancels, "siblings": siblings, "load": load}
+        output.write_text(json.dumps({**rates, **others}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The scheduler as machine code: `python -m paceline.compiled` makes it of the sources, with mypyc.
+"""The hot path as machine code: `python -m paceline.compiled` makes it of the sources, with mypyc.
 
 The same files, compiled as they stand, take half the time. Packages with compiled modules take them from here if they
 were made of exactly the sources that there are; else, and with PACELINE_COMPILED=0, Python interprets the sources.
@@ -23,7 +23,7 @@ VARIABLE: Final = "PACELINE_COMPILED"
 SOURCES: Final = Path(__file__).parent
 BUILDS: Final = SOURCES / ".compiled"
 SUFFIX: Final = sysconfig.get_config_var("EXT_SUFFIX")
-# What a step of the scheduler, or of a simulation, spends its time in.
+# What a step of the scheduler or of a simulation spends its time in, and what a token passes through on its way out.
 MODULES: Final = (
     "core/acceptance.py",
     "core/adaptive_depth.py",
@@ -88,7 +88,7 @@ def path_of(package: str, sources: Sequence[str]) -> list[str]:
 
 
 def is_compiled() -> bool:
-    """The scheduler that this process runs is machine code."""
+    """What this process runs is machine code."""
     import paceline.core.scheduler as scheduler
 
     return not (scheduler.__file__ or "").endswith(".py")
@@ -111,8 +111,8 @@ def build() -> Path:
         with tempfile.TemporaryDirectory(dir=BUILDS) as made, redirect_stdout(said), redirect_stderr(said):
             _compile(Path(made))
             for older in BUILDS.iterdir():
-                if older.name != Path(made).name:
-                    shutil.rmtree(older)
+                if not older.name.startswith("tmp"):  # somebody is making it
+                    shutil.rmtree(older, ignore_errors=True)
             (Path(made) / "lib").rename(folder)
     except ImportError as error:
         raise CompileError(f"{error}; try: pip install mypy setuptools") from error

@@ -594,8 +594,8 @@ class Scheduler:
                 share.scores_ngram = False  # it is verified
 
     def _load(self, step: StepBuilder) -> StepLoad:
-        """What drafts come on top of. Where a crowd fills up what others have left, they choose as if it were not there,
-        lest every step asked for other depths.
+        """What drafts come on top of. Where a crowd fills up what others have left, they choose as if it were not
+        there, lest every step asked for other depths.
         """
         shares = list(step.shares.values())
         if step.slowdown is not None:
