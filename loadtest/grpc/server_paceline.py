@@ -64,7 +64,9 @@ class PacedRunner:
             self._token.pop(request_id, None)
         for admission in plan.admitted:
             self._token[admission.request_id] = SequenceResult(admission.request_id, (0,))
-        results = tuple([self._token[work.request_id] for work in plan.work])
+        results = tuple(
+            [self._token[work.request_id] if work.samples else SequenceResult(work.request_id) for work in plan.work]
+        )
         now = time.monotonic()
         self._due = max(self._due + self.seconds, now)
         time.sleep(self._due - now)

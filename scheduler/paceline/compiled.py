@@ -52,7 +52,7 @@ MODULES: Final = (
     "engine/stops.py",
     "engine/stream.py",
     "server/delivery.py",
-    "server/many.py",
+    "server/keyed.py",
     "sim/clock.py",
     "sim/counting_runner.py",
     "sim/order.py",
@@ -97,7 +97,7 @@ def is_compiled() -> bool:
 def build() -> Path:
     """Compile the sources as they are, unless that was done before; the folder. Takes about a minute.
 
-    Older builds are deleted.
+    Older builds are deleted, but for those that somebody is making.
 
     Raises:
         CompileError: it cannot be done, with what was missing.

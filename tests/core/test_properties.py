@@ -73,7 +73,7 @@ def small_config(
         max_model_len=MAX_MODEL_LEN,
         max_queued=6,
         min_run_seconds=3.0,
-        max_slowdown=1.0,
+        max_slowdown=1.02,
         long_prefill_threshold=4 if hybrid else None,
         max_depth=6,
         method=method,

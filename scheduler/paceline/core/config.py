@@ -44,9 +44,9 @@ class SchedulerConfig:
         patience: seconds after which a request without a deadline is as urgent as one whose deadline has come.
         min_run_seconds: that a request runs before it gives way to a tenant that is owed more, and how far apart the
             two tenants must be, in seconds of service over weight.
-        max_slowdown: how many times as long a step may become, as predicted, for requests of tenants that ask for more
-            than twice their share of places, where somebody decodes in it whose tenant waits for nothing and has had
-            less. They take turns then, and draft nothing. Infinity sets no limit.
+        max_slowdown: how many times as long steps become in the mean, as predicted, for requests of tenants that ask
+            for more than twice their share of places, where a tenant decodes in them that asks for a quarter of its own
+            at most; by more for tenants of more weight. They take turns, and draft nothing. Infinity sets no limit.
     """
 
     num_blocks: int
@@ -84,8 +84,8 @@ class SchedulerConfig:
             raise InvalidArgument("long_prefill_threshold", self.long_prefill_threshold, "an integer >= 1")
         if self.max_step_seconds is not None and not self.max_step_seconds > 0.0:
             raise InvalidArgument("max_step_seconds", self.max_step_seconds, "a number > 0")
-        if not self.max_slowdown >= 1.0:
-            raise InvalidArgument("max_slowdown", self.max_slowdown, "a number >= 1")
+        if not self.max_slowdown > 1.0:
+            raise InvalidArgument("max_slowdown", self.max_slowdown, "a number > 1")
         for name in ("patience", "min_run_seconds"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise InvalidArgument(name, getattr(self, name), "a number >= 0")

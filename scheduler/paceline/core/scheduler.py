@@ -55,6 +55,7 @@ from paceline.errors import (
     Unavailable,
 )
 
+NOBODY: frozenset[str] = frozenset()
 MAX_OUTSTANDING = 2  # the plan that runs and the one made meanwhile
 
 
@@ -292,11 +293,14 @@ class Scheduler:
         for request, late in self.deadlines.expired(self.requests, now):
             self._refuse(request, late)
         step = StepBuilder(self.config.max_num_batched_tokens, self._prompt_budget())
-        preempted = self._continue_running(step)
+        preempted = self._continue_running(step, now)
         if not preempted:
             self._admit_waiting(step, now)
         self._add_drafts(step)
         self._saved_seconds = 0.0 if step.slowdown is None else step.slowdown.saved
+        if not step.shares and step.slowdown is not None:
+            # Those it was kept short for have given way to others: there is nothing to keep short.
+            return self.schedule(now)
         if not step.shares:
             return StepPlan(self._num_steps, (), (), ())
         works = []
@@ -320,7 +324,7 @@ class Scheduler:
         """
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         self._num_outstanding -= 1
-        light = self._kept_short.pop(plan.step_id, None)
+        light = self._kept_short.pop(plan.step_id, NOBODY)
         live = [self.requests.get(work.request_id) for work in plan.work]
         charges = self.speculation.observe(plan, result, live)
         self.rate.step(plan.work, result.sequences, charges, result.times.total)
@@ -328,12 +332,11 @@ class Scheduler:
         for work, sequence, request, seconds in zip(plan.work, result.sequences, live, charges, strict=True):
             assert work.request_id == sequence.request_id, (work, sequence)
             if request is None:
-                self._charge_leaving(work.request_id, seconds, now)
+                self._charge_leaving(work.request_id, seconds, now, light)
                 continue
             request.charged_seconds += seconds
             # The crowd, which takes less of such a step than it might, shall not find itself owed for that.
-            counts = light is None or request.tenant not in light
-            self.tenants[request.tenant].charge(seconds, len(sequence.token_ids), counts=counts)
+            self.tenants[request.tenant].charge(seconds, len(sequence.token_ids), counts=request.tenant not in light)
             planned = request.pending.pop(0)
             assert planned is work, (planned, work)
             output = self._commit(request, work, sequence, now)
@@ -358,12 +361,12 @@ class Scheduler:
         """Known tokens of one prompt that the step may compute, at least one."""
         return max(1, min(wanted, budget, step.prompt_budget, self.config.long_prefill_threshold or wanted))
 
-    def _continue_running(self, step: StepBuilder) -> bool:
+    def _continue_running(self, step: StepBuilder, now: float) -> bool:
         """Give running requests their rows, in the order of admission; those of the crowd come last, and take turns.
         True if somebody had to be preempted.
         """
         preempted = False
-        self._find_crowd(step)
+        self._find_crowd(step, now)
         order = list(self.running.values())
         others: list[Request] = []
         if step.crowd:
@@ -381,6 +384,8 @@ class Scheduler:
                 # One row stays reserved for each request behind this one: a long prompt never stops their decodes.
                 rows = self._prompt_rows(wanted, step, step.budget - (len(order) - index - 1))
             if index >= first_other and step.slowdown is not None:
+                if request.tenant in step.ahead:
+                    continue
                 rows = step.slowdown.take(rows, request.num_computed_tokens)
                 if not rows:
                     continue
@@ -399,7 +404,7 @@ class Scheduler:
             self._limit_slowdown(step)
         return preempted
 
-    def _find_crowd(self, step: StepBuilder) -> None:
+    def _find_crowd(self, step: StepBuilder, now: float) -> None:
         """Tenants that ask for far more than their share, if others decode a few requests. Everyone else of their
         weight may slow those by as much as `max_slowdown` says.
         """
@@ -413,6 +418,10 @@ class Scheduler:
         if light:
             step.crowd = frozenset([tenant.name for tenant in greedy])
             step.light = frozenset([tenant.name for tenant in light])
+            # Who runs nothing yet, and is owed, gets what there is before those who are ahead go on.
+            owed = [one.service for one in greedy if not one.num_running and self._may_start(one, now)]
+            least = min(owed, default=math.inf) + self.config.min_run_seconds
+            step.ahead = frozenset([one.name for one in greedy if one.service > least])
             weights = sum([one.policy.weight for one in greedy]), sum([one.policy.weight for one in light])
             step.most_slowdown = 1.0 + (self.config.max_slowdown - 1.0) * max(1.0, weights[0] / weights[1])
 
@@ -447,13 +456,6 @@ class Scheduler:
             if tenant is None:
                 return
             request = tenant.queue.first()
-            if (
-                step.slowdown is not None
-                and tenant.name in step.crowd
-                and not step.slowdown.fits(request.num_tokens, 0)
-            ):
-                held_up.add(tenant)
-                continue
             # A preempted request waits for its outstanding results: they may bring tokens, or its end.
             if request.pending or self.prefixes.awaits_sibling(request):
                 held_up.add(tenant)
@@ -464,6 +466,11 @@ class Scheduler:
                 self._refuse(request, error)
                 continue
             known, num_drafted = self.prefixes.find(request)
+            cached = len(known) * self.config.block_size
+            slowdown = step.slowdown if tenant.name in step.crowd else None
+            if slowdown is not None and not slowdown.fits(request.num_tokens - cached, cached):
+                held_up.add(tenant)
+                continue
             missing = self.config.blocks_for(request.num_tokens) - len(known)
             if not self._within_blocks(tenant, request):
                 held_up.add(tenant)
@@ -721,11 +728,11 @@ class Scheduler:
 
     # -- who pays ------------------------------------------------------------------------------------------------------
 
-    def _charge_leaving(self, request_id: int, seconds: float, now: float) -> None:
+    def _charge_leaving(self, request_id: int, seconds: float, now: float, light: frozenset[str]) -> None:
         """What was computed for a request that has ended meanwhile is paid for all the same."""
         request = self._leaving[request_id]
         request.pending.pop(0)
-        self.tenants.get(request.tenant, now).charge(seconds)
+        self.tenants.get(request.tenant, now).charge(seconds, counts=request.tenant not in light)
         if not request.pending:
             del self._leaving[request_id]
 

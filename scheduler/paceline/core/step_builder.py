@@ -47,7 +47,8 @@ class StepBuilder:
     prompt_budget: of them, those that prompts may have.
     crowd: tenants whose requests may make the step only so much longer,
     light: for those of these tenants,
-    most_slowdown: so many times as long.
+    most_slowdown: so many times as long;
+    ahead: of the crowd, those who make room for others of it.
     slowdown: what is left of it for those; None before that is known, or where there is no bound.
     shares: by request, in the order in which they got their rows.
     """
@@ -57,6 +58,7 @@ class StepBuilder:
         self.prompt_budget = prompt_budget
         self.crowd: frozenset[str] = frozenset()
         self.light: frozenset[str] = frozenset()
+        self.ahead: frozenset[str] = frozenset()
         self.most_slowdown = 1.0
         self.slowdown: Slowdown | None = None
         self.shares: dict[int, Share] = {}

@@ -16,7 +16,7 @@ from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.errors import InvalidArgument
 
 EMPTY = 1e-6  # tokens that a bucket may lack by rounding
-# Of its share of places: what a tenant has to ask for to be held back for others, and what others run who are worth it.
+# Of its share of places: what a tenant has to ask for to be held back for others, and what those ask for at most.
 GREED, LIGHT = 2.0, 0.25
 MOST_IDLE = 1024  # tenants that are remembered although they have no requests
 
@@ -46,6 +46,15 @@ class Tenant:
     @property
     def is_live(self) -> bool:
         return self.num_running > 0 or len(self.queue) > 0
+
+    @property
+    def asks_for(self) -> int:
+        """Places that its requests would take."""
+        return self.num_running + len(self.queue)
+
+    def own(self, share: float) -> float:
+        """Places that are its own, where so many are for a weight of 1: no fewer than make one request a few."""
+        return max(share * self.policy.weight, 1.0 / LIGHT)
 
     def charge(self, seconds: float, tokens: int = 0, *, counts: bool = True) -> None:
         """Book engine time, and tokens that came of it.
@@ -163,22 +172,16 @@ class Tenants:
         return best
 
     def crowd(self, places: int) -> tuple[list[Tenant], list[Tenant]]:
-        """Those that have requests waiting and, with those that run, far more than their share of so many places; and,
-        if there are any, those who wait for nothing and run but a few.
+        """Those that have requests waiting and ask for far more than their share of so many places; and, if there are
+        any, those that run some and ask for few.
         """
         weight = sum([tenant.policy.weight for tenant in self._tenants.values() if tenant.is_live])
         share = places / weight  # for a weight of 1
-        most = GREED * share
-        greedy = [one for one in self._waiting.values() if one.num_running + len(one.queue) > most * one.policy.weight]
+        greedy = [one for one in self._waiting.values() if one.asks_for > GREED * one.own(share)]
         if not greedy:
             return [], []
-        few = LIGHT * share
-        light = [
-            one
-            for one in self._tenants.values()
-            if not one.queue and 0 < one.num_running <= max(1.0, few * one.policy.weight)
-        ]
-        return greedy, light
+        live = self._tenants.values()
+        return greedy, [one for one in live if one.num_running and one.asks_for <= LIGHT * one.own(share)]
 
     def give_way(self, name: str, count: int, missing: int) -> list[Request]:
         """So many requests that leave a full queue to `count` more of this tenant: the newest of the tenant that has

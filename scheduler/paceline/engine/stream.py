@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any
 
 from paceline.engine.delta import Delta, Output, PromptLogprobs, join
-from paceline.engine.reading import read_all
+from paceline.engine.reading import close, read_all, read_next
 from paceline.errors import PacelineError
 
 
@@ -178,14 +179,14 @@ class Stream:
     def __aiter__(self) -> AsyncGenerator[Delta, None]:
         return read_all(self)
 
-    async def get(self) -> Delta | None:
+    def get(self) -> Coroutine[Any, Any, Delta | None]:
         """The next delta, once one is due; None behind the last, and after `aclose`. Raises the stream's error."""
-        while True:
-            delta = self.take()
-            if delta is not None or self.exhausted:
-                return delta
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+        return read_next(self)
+
+    def wait(self) -> asyncio.Future[None]:
+        """Done once `take` may have more to give or to raise."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
 
     def take(self) -> Delta | None:
         """All that is due of one choice, as one delta; None if nothing is. Raises the stream's error once nothing is
@@ -212,8 +213,12 @@ class Stream:
         """The reader has seen the end of every choice, or has closed the stream."""
         return self._num_unread == 0 or self._closed
 
-    async def aclose(self) -> None:
+    def aclose(self) -> Coroutine[Any, Any, None]:
         """Stop reading. A request that has not ended is aborted before this returns; more calls have no effect."""
+        return close(self)
+
+    def close(self) -> None:
+        """The same, without an event loop's ways."""
         self._closed = True
         self._stop_timer()
         self._listener = None

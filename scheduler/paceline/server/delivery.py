@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
-
-import grpc
 
 from paceline.engine import Delta, Stream
 from paceline.server.convert import WITH_TEXT, WITH_TOKEN_IDS, write_finished, write_logprobs
-from paceline.server.readers import Watch, send_headers
 from paceline.v1 import generation_pb2 as pb
 
 # Logprobs of more tokens than this are for another thread to write: about a millisecond's worth.
@@ -35,27 +31,6 @@ class Delivery:
         self._started: pb.Started | None = started  # None once it has been told
         self._has_text = content in WITH_TEXT
         self._has_token_ids = content in WITH_TOKEN_IDS
-
-    async def send(
-        self, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse], watch: Watch
-    ) -> None:
-        """Write it all to an RPC of its own, message by message. Raises the stream's error."""
-        watch.watch(self.stream)
-        begun = False
-        while (delta := await self.stream.get()) is not None:
-            if not self.concerns(delta):
-                continue
-            response = pb.GenerateResponse()
-            if self.takes_long(delta):
-                await asyncio.to_thread(self.write, delta, response)
-            else:
-                self.write(delta, response)
-            if not begun:
-                await send_headers(context, self.request_id)
-                begun = True
-            watch.begin()
-            await context.write(response)
-            watch.end()
 
     def concerns(self, delta: Delta) -> bool:
         """The message about it would carry something; all others are left out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from paceline.server.convert import check_model, read_hold, read_request, read_r
 from paceline.server.delivery import Delivery
 from paceline.server.live import LiveGenerations
 from paceline.server.many import ManyGenerations
-from paceline.server.readers import ReaderBounds, watched
+from paceline.server.readers import ReaderBounds, send_headers, watched
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
 
@@ -55,7 +56,22 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         call = current_call()
         call.request_id = read_request_id(request) or call.request_id
         async with self._deliver(request, call.request_id, context) as delivery, watched(self._bounds) as watch:
-            await delivery.send(context, watch)
+            watch.watch(delivery.stream)
+            begun = False
+            while (delta := await delivery.stream.get()) is not None:
+                if not delivery.concerns(delta):
+                    continue
+                response = pb.GenerateResponse()
+                if delivery.takes_long(delta):
+                    await asyncio.to_thread(delivery.write, delta, response)
+                else:
+                    delivery.write(delta, response)
+                if not begun:
+                    await send_headers(context, call.request_id)
+                    begun = True
+                watch.begin()
+                await context.write(response)
+                watch.end()
 
     async def GenerateMany(self, requests: AsyncIterator[pb.GenerateManyRequest], context: ManyContext) -> None:
         """Many prompts, one stream of messages."""

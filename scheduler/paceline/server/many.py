@@ -11,11 +11,10 @@ from typing import Final, TypeAlias
 
 import grpc
 
-from paceline.engine import Delta
 from paceline.errors import Cancelled, InvalidArgument, PacelineError, Reason, ResourceExhausted, Unavailable
 from paceline.server.calls import current_call, internal_error
-from paceline.server.convert import write_error
 from paceline.server.delivery import Delivery
+from paceline.server.keyed import Batch, Keyed
 from paceline.server.readers import Watch, send_headers
 from paceline.v1 import generation_pb2 as pb
 
@@ -27,27 +26,6 @@ MAX_LIVE: Final = 4096  # generations on one RPC
 FULL: Final = 1 << 19
 
 logger = logging.getLogger(__name__)
-
-
-class _Keyed:
-    """One generation of the RPC.
-
-    Attributes:
-        key: the client's.
-        task: holds what the generation holds, until it is cancelled or `ended` is set.
-        delivery: None until the engine has taken it.
-        error: its last word, if it failed.
-        ended: with the error that the stream ended with, if it did.
-    """
-
-    __slots__ = ("delivery", "ended", "error", "key", "task")
-
-    def __init__(self, key: int) -> None:
-        self.key = key
-        self.task: asyncio.Task[None] | None = None
-        self.delivery: Delivery | None = None
-        self.error: PacelineError | None = None
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class ManyGenerations:
@@ -72,8 +50,8 @@ class ManyGenerations:
         self._watch = watch
         self._name = current_call().request_id
         self._numbers = itertools.count(1)
-        self._live: dict[int, _Keyed] = {}  # by key: their last response has not been collected
-        self._ready: dict[_Keyed, None] = {}  # have something to tell, longest first
+        self._live: dict[int, Keyed] = {}  # by key: their last response has not been collected
+        self._ready: dict[Keyed, None] = {}  # have something to tell, longest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()  # for the writer
         self._has_room = asyncio.Event()  # for the reader
@@ -119,7 +97,7 @@ class ManyGenerations:
     def _start(self, key: int, request: pb.GenerateRequest) -> None:
         if key in self._live:
             raise InvalidArgument("key", key, "no key of a generation that is live on this stream")
-        keyed = _Keyed(key)
+        keyed = Keyed(key)
         name = f"{self._name}/{next(self._numbers)}"
         if len(self._live) >= MAX_LIVE:
             text = f"{MAX_LIVE} generations are live on this stream, and no more may be"
@@ -138,7 +116,7 @@ class ManyGenerations:
             keyed.task.cancel()
             self._fail(keyed, Cancelled("the client has cancelled the generation"))
 
-    async def _generate(self, keyed: _Keyed, request: pb.GenerateRequest, name: str) -> None:
+    async def _generate(self, keyed: Keyed, request: pb.GenerateRequest, name: str) -> None:
         """Hold a generation while it lives."""
         try:
             async with self._deliver(request, name) as delivery:
@@ -153,11 +131,11 @@ class ManyGenerations:
 
     # -- responses ----------------------------------------------------------------------------------------------------
 
-    def _fail(self, keyed: _Keyed, error: PacelineError) -> None:
+    def _fail(self, keyed: Keyed, error: PacelineError) -> None:
         keyed.error = error
         self._tell(keyed)
 
-    def _tell(self, keyed: _Keyed) -> None:
+    def _tell(self, keyed: Keyed) -> None:
         if not self._ready:  # else the writer has been told
             self._wake.set()
         self._ready[keyed] = None
@@ -188,71 +166,21 @@ class ManyGenerations:
 
     async def _collect(self) -> pb.GenerateManyResponse:
         """A message with what is ready, or as much of it as fits."""
-        message = pb.GenerateManyResponse()
+        batch = Batch()
         ready, self._ready = list(self._ready), {}
-        large: list[tuple[Delivery, Delta, pb.GenerateResponse]] = []
-        size = 0
         for index, keyed in enumerate(ready):
-            if size >= FULL:
+            if batch.size >= FULL:
                 self._ready = dict.fromkeys(ready[index:]) | self._ready
                 break
-            size += self._add(keyed, message, large)
-        if large:
-            await asyncio.to_thread(_write_all, large)
-        return message
-
-    def _add(
-        self,
-        keyed: _Keyed,
-        message: pb.GenerateManyResponse,
-        large: list[tuple[Delivery, Delta, pb.GenerateResponse]],
-    ) -> int:
-        """Add what is ready of one generation; what takes long to write is only noted in `large`. Returns about how
-        many bytes it is.
-        """
-        delivery = keyed.delivery
-        if keyed.error is not None:
-            message.responses.add(key=keyed.key, error=write_error(keyed.error))
-            self._leave(keyed)
-            return len(str(keyed.error))
-        assert delivery is not None
-        stream, size = delivery.stream, 0
-        try:
-            while (delta := stream.take()) is not None:
-                if not delivery.concerns(delta):
-                    continue
-                size += _size(delta)
-                keyed_response = message.responses.add()
-                keyed_response.key = keyed.key
-                # Behind a large one in order, since only the first response of all tells of the start.
-                if delivery.takes_long(delta) or (large and large[-1][0] is delivery):
-                    large.append((delivery, delta, keyed_response.response))
-                else:
-                    delivery.write(delta, keyed_response.response)
-        except PacelineError as error:
-            # On the generation's way out it becomes the last word.
-            keyed.ended.set_exception(error)
-        else:
-            if stream.exhausted:
+            if batch.add(keyed):
                 self._leave(keyed)
-        return size
+        if batch.large:
+            await asyncio.to_thread(batch.write_large)
+        return batch.message
 
-    def _leave(self, keyed: _Keyed) -> None:
+    def _leave(self, keyed: Keyed) -> None:
         """Its last response has been collected: the key is free."""
         if self._live.get(keyed.key) is keyed:
             del self._live[keyed.key]
         if not keyed.ended.done():
             keyed.ended.set_result(None)
-
-
-def _write_all(large: list[tuple[Delivery, Delta, pb.GenerateResponse]]) -> None:
-    for delivery, delta, response in large:
-        delivery.write(delta, response)
-
-
-def _size(delta: Delta) -> int:
-    """About as many bytes as its message has."""
-    size = len(delta.text) + 3 * len(delta.token_ids) + 10
-    if delta.logprobs:
-        size += len(delta.logprobs) * (16 + 8 * len(delta.logprobs[0].top_token_ids))
-    return size

@@ -139,7 +139,7 @@ class EngineTable(Table):
     watermark: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
     long_prefill_threshold: Count | None = None
     max_step_seconds: Positive | None = None
-    max_slowdown: Annotated[float, Field(ge=1.0, allow_inf_nan=True)] = 1.1
+    max_slowdown: Annotated[float, Field(gt=1.0, allow_inf_nan=True)] = 1.1
     patience: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 10.0
     min_run_seconds: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
 
