@@ -127,9 +127,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 2,
     streams: Annotated[int, typer.Option(min=1, help="Requests that the flood keeps up.")] = 96,
     tokens: Annotated[int, typer.Option(min=2, help="Of each completion.")] = 64,
-    option: Annotated[
-        list[str] | None, typer.Option(help="Of the server: --option=--max-slowdown=inf")
-    ] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Of the server: --option=--max-slowdown=inf")] = None,
 ) -> None:
     """Measure, and print a table with the bars."""
 

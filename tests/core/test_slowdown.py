@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from core.harness import Harness
-from paceline.core.config import SchedulerConfig
+from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import Method, SchedulingParams
@@ -140,6 +140,80 @@ def test_a_step_that_is_kept_short_counts_towards_no_turn_of_those_it_is_kept_sh
     assert tenant.charged_seconds > charged + len(planned) * 0.2 * STEP
     assert shop.scheduler.tenants["a"].service > service
     shop.drain()
+
+
+def test_a_tenant_that_floods_later_is_not_locked_out() -> None:
+    """By the running requests of the one that came first, while a light tenant decodes."""
+    shop = Shop()
+    for _ in range(31):
+        shop.add_for("a", 4, 300)
+    for _ in range(80):
+        shop.step()
+    for _ in range(60):
+        shop.add_for("a", 4, 300)
+    shop.add_for("b", 4, 300)
+    shop.step()
+    for _ in range(60):
+        shop.add_for("c", 4, 300)
+    for _ in range(60):
+        shop.step()
+    tenants = shop.scheduler.tenants
+    assert tenants["b"].num_running == 1
+    assert tenants["c"].num_running > 0
+    served = sum(len(request.output_token_ids) for request in shop.requests.values() if request.tenant == "c")
+    assert served > 30, "it goes first, as long as it is owed"
+    shop.drain()
+
+
+def test_two_requests_are_no_flood() -> None:
+    """However small the share of each of many tenants is."""
+    shop = Shop()
+    for number in range(65):
+        shop.add_for(f"tenant {number % 48}", 8, 60)
+    for _ in range(4):
+        shop.step()
+    assert len(shop.scheduler.running) == 32
+    assert len(shop.plans[-1].work) == 32
+    shop.drain()
+
+
+def test_a_light_tenant_that_gives_way_leaves_a_plan() -> None:
+    """It has had far more than one that comes, is preempted for it in a step that was kept short for it, and there is
+    still no room. Somebody has to run all the same.
+    """
+    shop = Shop(
+        0,
+        num_blocks=128,
+        max_num_seqs=16,
+        max_model_len=500,
+        max_slowdown=1.1,
+        method=Method.NONE,
+        watermark=0.0,
+        prefix_cache=PrefixScope.OFF,
+    )
+    shop.costs = linear()
+    shop.scheduler.speculation = SpeculationControl(FixedDepth(0), linear())
+    light = shop.add_for("l", 4, 400)
+    for _ in range(150):
+        shop.step()
+    for _ in range(14):
+        shop.add_for("c", 4, 100)
+    shop.step()
+    shop.step()
+    for _ in range(40):
+        shop.add_for("c", 4, 100)
+    for _ in range(3):
+        shop.step()
+    shop.add_for("m", 360, 8)
+    for _ in range(12):
+        shop.step()
+        assert shop.plans[-1].work
+    assert light.num_preemptions == 1
+    shop.drain()
+
+
+def linear() -> CostModel:
+    return CostModel([1, 2, 4096], [0.01, 0.0125, 0.01 + 0.0025 * 4095])
 
 
 def test_without_a_limit_it_becomes_as_long_as_it_likes() -> None:

@@ -426,8 +426,11 @@ class Scheduler:
             step.most_slowdown = 1.0 + (self.config.max_slowdown - 1.0) * max(1.0, weights[0] / weights[1])
 
     def _in_turn(self, requests: Sequence[Request]) -> list[Request]:
-        """Behind the one that had the last turn, and around."""
-        return sorted(requests, key=lambda one: (one.request_id <= self._last_in_turn, one.request_id))
+        """Those of the tenant that is owed most first; of each, behind the one that had the last turn, and around."""
+        service = {tenant.name: tenant.service for tenant in self.tenants}
+        return sorted(
+            requests, key=lambda one: (service[one.tenant], one.request_id <= self._last_in_turn, one.request_id)
+        )
 
     def _limit_slowdown(self, step: StepBuilder) -> None:
         """From here on the crowd fills the step, if a light tenant decodes in it."""
