@@ -418,8 +418,12 @@ class Scheduler:
         if light:
             step.crowd = frozenset([tenant.name for tenant in greedy])
             step.light = frozenset([tenant.name for tenant in light])
-            # Who runs nothing yet, and is owed, gets what there is before those who are ahead go on.
-            owed = [one.service for one in greedy if not one.num_running and self._may_start(one, now)]
+            # Whoever is owed, and could start more, gets what there is before those who are ahead go on.
+            owed = [
+                one.service
+                for one in greedy
+                if self._may_start(one, now) and self._within_blocks(one, one.queue.first())
+            ]
             least = min(owed, default=math.inf) + self.config.min_run_seconds
             step.ahead = frozenset([one.name for one in greedy if one.service > least])
             weights = sum([one.policy.weight for one in greedy]), sum([one.policy.weight for one in light])
