@@ -24,7 +24,7 @@ def expected(row: NDArray[np.float64], token: int, count: int) -> TokenLogprobs:
     logprobs = chain.log_softmax(row)
     best = sorted(range(len(row)), key=lambda v: (-logprobs[v], v))[:count]
     rank = 1 + sum(other > logprobs[token] for other in logprobs)
-    return TokenLogprobs(float(logprobs[token]), rank, tuple(best), tuple(float(logprobs[v]) for v in best))
+    return TokenLogprobs(float(logprobs[token]), int(rank), tuple(best), tuple(float(logprobs[v]) for v in best))
 
 
 def assert_close(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
