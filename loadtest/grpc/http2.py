@@ -39,8 +39,7 @@ class Connection:
     """One connection; one thread.
 
     Args:
-        window: octets that the server may send on a stream, and on all together, before this side asks for more, which
-            it never does.
+        window: octets that the server may send on a stream before this side asks for more, which it never does.
 
     Attributes:
         opened: streams so far; the ids are 1, 3, 5, ...

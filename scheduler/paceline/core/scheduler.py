@@ -472,9 +472,12 @@ class Scheduler:
             except DeadlineExceeded as error:
                 self._refuse(request, error)
                 continue
+            slowdown = step.slowdown if tenant.name in step.crowd else None
+            if slowdown is not None and slowdown.is_full:
+                held_up.add(tenant)
+                continue
             known, num_drafted = self.prefixes.find(request)
             cached = len(known) * self.config.block_size
-            slowdown = step.slowdown if tenant.name in step.crowd else None
             if slowdown is not None and not slowdown.fits(request.num_tokens - cached, cached):
                 held_up.add(tenant)
                 continue
