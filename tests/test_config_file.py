@@ -13,7 +13,8 @@ from paceline import wiring
 from paceline.cli import main
 from paceline.config_file import TenantsFile, check_tenants, read_tenants, replaced
 from paceline.core.config import SchedulerConfig
-from paceline.core.params import Method, SpeculationBounds
+from paceline.core.method import Method
+from paceline.core.params import SpeculationBounds
 from paceline.core.tenant_policy import TenantPolicy
 from paceline.errors import InvalidArgument
 from paceline.sim.spec import SimulationFile

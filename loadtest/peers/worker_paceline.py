@@ -7,7 +7,8 @@ from dataclasses import replace
 from protocol import Load, serve
 
 import paceline
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.engine import Engine, GenerationRequest
 from paceline.wiring import EngineSettings, build_engine
 

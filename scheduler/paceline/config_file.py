@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.params import Method, SpeculationBounds
+from paceline.core.method import Method
+from paceline.core.params import SpeculationBounds
 from paceline.core.tenant_policy import TenantPolicy
 from paceline.errors import InvalidArgument, brief
 

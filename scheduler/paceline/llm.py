@@ -17,10 +17,10 @@ from numbers import Integral, Real
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast
 
 from paceline.core.grammar import GrammarKind, GrammarSpec
+from paceline.core.method import Method
 from paceline.core.params import (
     LogprobsMode,
     LogprobsParams,
-    Method,
     SamplingParams,
     SpeculationParams,
     StopParams,

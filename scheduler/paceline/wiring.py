@@ -19,7 +19,8 @@ from paceline.core.adaptive_depth import MAX_DEPTH, AdaptiveDepth
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import FixedDepth
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth import Chosen, DepthCandidate, StepLoad, within_bounds
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
-from paceline.core.params import LogprobsParams, Method, SamplingParams, SchedulingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import LogprobsParams, SamplingParams, SchedulingParams, SpeculationParams, StopParams
 from paceline.core.plan import Admission, FinishReason, SequenceResult, SequenceWork, StepPlan
 from paceline.core.request import Request, RequestOutput, RequestStatus
 from paceline.core.scheduler import Scheduler

@@ -22,8 +22,9 @@ from paceline.core.adaptive_depth import (
 )
 from paceline.core.cost_model import StepKind, StepShape
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, Outcome, StepLoad
-from paceline.core.depth_policy import DepthPolicy, FixedDepth, choose_depths
-from paceline.core.params import Method
+from paceline.core.depth_choices import choose_depths
+from paceline.core.depth_policy import DepthPolicy, FixedDepth
+from paceline.core.method import Method
 
 MODEL, NGRAM = Method.DRAFT_MODEL, Method.NGRAM
 relaxed = settings(deadline=None, derandomize=True, database=None, max_examples=150)

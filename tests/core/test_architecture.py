@@ -18,6 +18,7 @@ PACKAGES = ("paceline", "paceline_kernels", "paceline_loadtest")
 ANYTHING = PACKAGES
 PLANS = (
     "paceline.core.plan",
+    "paceline.core.method",
     "paceline.core.sequence",
     "paceline.core.params",
     "paceline.core.config",

@@ -8,7 +8,7 @@ from paceline.core.baselines import BASELINES
 from paceline.core.cost_model import StepShape
 from paceline.core.depth import DepthCandidate, Offer, Outcome, StepLoad
 from paceline.core.depth_policy import DepthPolicy
-from paceline.core.params import Method
+from paceline.core.method import Method
 
 
 def depths(policy: DepthPolicy, *request_ids: int, lowest: int = 0, highest: int = 20) -> list[int]:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from core.harness import GREEDY, Harness, prompt_of
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
-from paceline.core.params import Method, SchedulingParams, SpeculationBounds, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SchedulingParams, SpeculationBounds, SpeculationParams, StopParams
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl

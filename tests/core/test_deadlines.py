@@ -82,8 +82,8 @@ def test_the_estimate_is_told() -> None:
 def test_rates_are_means() -> None:
     rate = ServiceRate(10)
     for _ in range(20):
-        rate.step((), (), (), 2.0)
-        rate.step((), (), (), 3.0)
+        rate.step((), (), [], 2.0)
+        rate.step((), (), [], 3.0)
         rate.ended(10, 20)
     assert rate.completion_tokens == pytest.approx(10)
     assert rate.seconds_until_ends(3) == pytest.approx(15)
@@ -163,7 +163,7 @@ def test_one_slow_step_is_no_reason_to_refuse() -> None:
     rate = ServiceRate(10)
     works, results = (SequenceWork(0, 1, True),), (SequenceResult(0, (1,)),)
     for seconds in (0.05, 60.0, 0.05):
-        rate.step(works, results, (seconds,), seconds)
+        rate.step(works, results, [seconds], seconds)
     assert rate.token_seconds < 0.06
 
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from core.workload import EOS, arrivals, digest, run
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.sim import reference_output
 
 

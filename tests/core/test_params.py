@@ -9,10 +9,10 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from paceline.core.config import SchedulerConfig
+from paceline.core.method import Method
 from paceline.core.params import (
     Constraints,
     LogprobsParams,
-    Method,
     SamplingParams,
     SequenceParams,
     SpeculationParams,

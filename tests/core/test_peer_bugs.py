@@ -12,10 +12,10 @@ from core.harness import GREEDY, CyclingDepth, Harness, always, never, percent_r
 from paceline.core.acceptance import Residual
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
+from paceline.core.method import Method
 from paceline.core.params import (
     Constraints,
     LogprobsParams,
-    Method,
     SamplingParams,
     SpeculationParams,
     StopParams,

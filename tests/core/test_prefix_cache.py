@@ -12,7 +12,8 @@ from core.harness import CyclingDepth, Harness, percent_right, prompt_of
 from core.test_scheduler import both_lags
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
-from paceline.core.params import LogprobsParams, Method
+from paceline.core.method import Method
+from paceline.core.params import LogprobsParams
 from paceline.core.prefix_cache import PrefixCache, first_key, next_key
 from paceline.core.request import Request
 from paceline.sim import reference_output

@@ -19,7 +19,8 @@ from core.workload import costs
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
-from paceline.core.params import ANYBODY, Method, SchedulingParams
+from paceline.core.method import Method
+from paceline.core.params import ANYBODY, SchedulingParams
 from paceline.core.plan import StepTimes
 from paceline.core.request import Request
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy

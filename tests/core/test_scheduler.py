@@ -7,7 +7,8 @@ import pytest
 from core.harness import GREEDY, Harness, never, prompt_of
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
-from paceline.core.params import Method, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SpeculationParams, StopParams
 from paceline.core.plan import StepPlan
 from paceline.core.request import Request, RequestStatus
 from paceline.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable

@@ -11,7 +11,7 @@ from core.harness import Harness, always, never, percent_right, prompt_of
 from core.test_scheduler import both_lags, harness_of, rows
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.core.plan import FinishReason
 from paceline.core.request import RequestStatus
 from paceline.sim import reference_output

@@ -11,7 +11,8 @@ from core.harness import Harness
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import FixedDepth
-from paceline.core.params import Method, SchedulingParams
+from paceline.core.method import Method
+from paceline.core.params import SchedulingParams
 from paceline.core.plan import StepPlan, StepTimes
 from paceline.core.request import Request
 from paceline.core.slowdown import LEAST_ROWS, Slowdown

@@ -11,7 +11,8 @@ from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel, StepShape
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
-from paceline.core.params import Method, SamplingParams, SchedulingParams, SpeculationParams, StopParams, Verification
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SchedulingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import SequenceWork
 from paceline.core.request import Request
 from paceline.core.sequence import Sequence

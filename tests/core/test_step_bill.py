@@ -6,7 +6,7 @@ import pytest
 
 from core.test_speculation import PASS, costs
 from paceline.core.cost_model import StepShape
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.core.plan import SequenceResult, SequenceWork
 from paceline.core.step_bill import write_bill
 

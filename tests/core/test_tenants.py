@@ -10,7 +10,8 @@ import pytest
 from core.harness import GREEDY, Harness, percent_right, prompt_of
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
-from paceline.core.params import Method, SchedulingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SchedulingParams, SpeculationParams, StopParams
 from paceline.core.plan import StepPlan, StepTimes
 from paceline.core.request import Request, RequestStatus
 from paceline.core.tenant_policy import TenantPolicy

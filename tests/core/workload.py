@@ -10,7 +10,8 @@ from core.harness import prompt_of
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel
-from paceline.core.params import Method, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.sim import Arrival, SimulatedRunner, Simulation, StepCost, VirtualClock, simulate

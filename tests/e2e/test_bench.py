@@ -34,7 +34,8 @@ from paceline.bench.limits import Figure, Memory, Passes
 from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
 from paceline.cli import app
 from paceline.core.calibration import Calibration
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument
 from paceline.models import load_model_config

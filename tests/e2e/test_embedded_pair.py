@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline import demo
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.demo.widen import widen
 from paceline.engine import ChatMessage, GenerationRequest
 from paceline.models import load_model_config

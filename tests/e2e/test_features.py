@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.grammar import GrammarKind, GrammarSpec
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import Finish, FinishReason
 from paceline.engine import Engine, GenerationRequest
 from paceline.wiring import EngineSettings, build_engine

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline import demo
 from paceline.core.grammar import GrammarKind, GrammarSpec
-from paceline.core.params import Constraints, Method, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.method import Method
+from paceline.core.params import Constraints, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.token_counts import TokenCounts
 from paceline.engine import Engine, GenerationRequest
 from paceline.wiring import EngineSettings, build_engine

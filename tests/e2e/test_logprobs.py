@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from paceline.core.method import Method
 from paceline.core.params import (
     Constraints,
     LogprobsMode,
     LogprobsParams,
-    Method,
     SamplingParams,
     SpeculationParams,
     StopParams,

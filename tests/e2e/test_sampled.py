@@ -22,7 +22,8 @@ import paceline_kernels as ops
 from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad, within_bounds
 from paceline.core.depth_policy import DepthPolicy
 from paceline.core.grammar import GrammarKind, GrammarSpec
-from paceline.core.params import Constraints, Method, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.method import Method
+from paceline.core.params import Constraints, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.core.token_counts import TokenCounts

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline import demo
 from paceline.client import AsyncClient
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.engine import Engine, GenerationRequest
 from paceline.models import NativeDecoder, load_model_config
 from paceline.runner import KVCache

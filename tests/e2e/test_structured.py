@@ -8,7 +8,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from paceline.core.grammar import GrammarKind, GrammarSpec
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import FinishReason
 from paceline.engine import Engine, GenerationRequest
 from paceline.llm import LLM, Completion

@@ -12,7 +12,8 @@ from engine.toy import VOCAB_SIZE, FailingRunner, ToyTokenizer, decode, expected
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
 from paceline.core.grammar import Grammar, GrammarKind, GrammarSpec
-from paceline.core.params import Constraints, LogprobsParams, Method, SamplingParams, SpeculationParams, Verification
+from paceline.core.method import Method
+from paceline.core.params import Constraints, LogprobsParams, SamplingParams, SpeculationParams, Verification
 from paceline.core.plan import (
     Finish,
     FinishReason,

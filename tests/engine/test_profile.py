@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import StepShape
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.core.plan import SequenceResult, StepPlan, StepResult, StepTimes
 from paceline.core.sequence import Sequence
 from paceline.engine.profile import MAX_ROUNDS, profile

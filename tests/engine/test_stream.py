@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
 from paceline.engine import Delta, Stream

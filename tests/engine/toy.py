@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import StepPlan, StepResult, StepRunner
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl

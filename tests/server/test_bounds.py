@@ -9,8 +9,8 @@ import pytest
 
 from paceline.cli import main
 from paceline.core.adaptive_depth import AdaptiveDepth
+from paceline.core.method import Method
 from paceline.core.params import (
-    Method,
     SamplingParams,
     SchedulingParams,
     SpeculationBounds,

@@ -17,10 +17,10 @@ from paceline.client.results import Delta as ClientDelta
 from paceline.client.results import TokenLogprobs as ClientTokenLogprobs
 from paceline.client.results import read_delta, read_finished, read_started
 from paceline.core.grammar import GrammarKind, GrammarSpec
+from paceline.core.method import Method
 from paceline.core.params import (
     LogprobsMode,
     LogprobsParams,
-    Method,
     SamplingParams,
     SchedulingParams,
     SpeculationParams,

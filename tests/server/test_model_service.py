@@ -10,7 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from paceline.core.params import Method, SpeculationBounds
+from paceline.core.method import Method
+from paceline.core.params import SpeculationBounds
 from paceline.core.tenant_policy import TenantPolicy
 from paceline.engine.async_engine import LONG_IDS, LONG_TEXT
 from paceline.server.calls import Caller, Context

@@ -57,7 +57,7 @@ def let_steps_take(served: Serving, took: float) -> None:
 
 def let_requests_end_every(served: Serving, gap: float) -> None:
     for _ in range(2):
-        served.scheduler.rate.step((), (), (), gap)
+        served.scheduler.rate.step((), (), [], gap)
         served.scheduler.rate.ended(8, 8)
 
 

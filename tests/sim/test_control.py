@@ -19,7 +19,7 @@ from paceline.core.acceptance import Residual
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.errors import InvalidArgument
 from paceline.sim.control import Population, best_stationary, roofline, simulate_control
 

@@ -13,7 +13,8 @@ import pytest
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import Admission, SequenceWork, StepPlan
 from paceline.core.scheduler import Scheduler
 from paceline.core.sequence import Sequence

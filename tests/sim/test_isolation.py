@@ -10,7 +10,8 @@ from core.harness import GREEDY, prompt_of
 from core.workload import costs
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import PrefixScope, SchedulerConfig
-from paceline.core.params import Method, SchedulingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SchedulingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.sim import SimulatedRunner, StepCost, VirtualClock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.core.plan import Admission, SequenceWork, StepPlan, StepResult
 from paceline.sim import ScriptedRunner, next_token, reference_output
 

@@ -6,7 +6,8 @@ import pytest
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
-from paceline.core.params import Method, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SpeculationParams, StopParams
 from paceline.core.plan import SequenceWork, StepPlan
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl

@@ -20,9 +20,9 @@ import paceline_kernels as ops
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth import Chosen, DepthCandidate, StepLoad, within_bounds
 from paceline.core.depth_policy import DepthPolicy
+from paceline.core.method import Method
 from paceline.core.params import (
     Constraints,
-    Method,
     SamplingParams,
     SequenceParams,
     SpeculationParams,

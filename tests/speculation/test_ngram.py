@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.core.plan import Admission, SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.speculation import Ngram

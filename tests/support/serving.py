@@ -14,7 +14,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
-from paceline.core.params import Method, SamplingParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import StepPlan, StepResult, StepRunner
 from paceline.engine import Engine, GenerationRequest
 

@@ -13,7 +13,8 @@ from rich.table import Table
 from paceline.bench.report import FILE_WIDTH
 from paceline.bench.throughput import run
 from paceline.core.calibration import Calibration
-from paceline.core.params import Method, SamplingParams, SpeculationParams, Verification
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, Verification
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument
 

@@ -425,8 +425,9 @@ def core(
     from paceline.compiled import is_compiled
 
     sizes = parse_sizes(waiting)
-    measured = {size: [measure_core(running, size, tenants, steps) for _ in range(rounds)] for size in sizes}
-    times = [merge(of_size) for of_size in measured.values()]
+    # Sizes in turn: a machine that slows down slows all of them.
+    measured = [[measure_core(running, size, tenants, steps) for size in sizes] for _ in range(rounds)]
+    times = [merge(of_size) for of_size in zip(*measured, strict=True)]
     how = "compiled" if is_compiled() else "interpreted"
     render_core(times, title=f"{running} running, {tenants} tenants, {how}")
     if json_out is not None:

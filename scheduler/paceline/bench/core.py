@@ -12,7 +12,8 @@ from rich.table import Table
 
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
-from paceline.core.params import Method, SamplingParams, SchedulingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SchedulingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.sim.clock import VirtualClock

@@ -28,7 +28,8 @@ from paceline.bench.report import FILE_WIDTH
 from paceline.bench.throughput import AUTO, OFF
 from paceline.core.baselines import BASELINES
 from paceline.core.depth_policy import DepthPolicy
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from paceline import demo
 from paceline.bench.report import FILE_WIDTH
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.models import ModelConfig, NativeDecoder, load_model_config

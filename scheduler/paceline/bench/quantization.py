@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import kl_div, nll_loss
 
 from paceline.bench.acceptance import Cell, Interval, Recorder
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.tokenizer import TransformersTokenizer
 from paceline.models import Model, load_native

@@ -23,7 +23,8 @@ from rich.table import Table
 
 from paceline.bench.throughput import run
 from paceline.client import AsyncClient
-from paceline.core.params import Method, SamplingParams, SpeculationParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.engine import IDLE_SECONDS, AsyncEngine, Engine, GenerationRequest, forward_worker
 from paceline.server.app import GrpcServer
 

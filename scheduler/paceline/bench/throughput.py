@@ -10,7 +10,8 @@ from statistics import median
 
 from rich.progress import track
 
-from paceline.core.params import Method, SamplingParams, SpeculationParams, StopParams
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.request import RequestStats
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument

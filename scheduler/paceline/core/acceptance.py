@@ -14,7 +14,9 @@ from paceline.core.calibration import Calibration
 PRIOR_RATE: Final = 0.7  # of a drafter that nobody has observed yet
 MAX_TENANTS: Final = 4096  # of which a model keeps what it learned
 
-_LOWEST, _HIGHEST = log(0.01 / 0.99), log(0.995 / 0.005)  # log-odds: there is always something left to learn
+# Log-odds: there is always something left to learn.
+_LOWEST: Final = log(0.01 / 0.99)
+_HIGHEST: Final = log(0.995 / 0.005)
 _AGE_DECAY: Final = 0.98  # per decode step without drafts: half is forgotten after 34
 _COMPARED_AT_ONCE: Final = 1024  # labels
 _FEW: Final = 8  # requests, for which arrays would be slower
@@ -36,7 +38,8 @@ class Level(NamedTuple):
 # the log loss by about 1 % at most, on simulated requests and on recorded ones.
 _TENANT: Final = Level(decay=0.998, prior=2.0)
 _POSITION: Final = Level(decay=0.9998, prior=2.0)
-_POSITION_DECAY, _POSITION_PRIOR = _POSITION
+_POSITION_DECAY: Final = _POSITION.decay
+_POSITION_PRIOR: Final = _POSITION.prior
 
 
 class Traits(NamedTuple):
@@ -151,7 +154,7 @@ class AcceptanceModel:
         if unknown > 0:
             rates = np.concatenate([rates, np.repeat(rates[:, -1:], unknown, axis=1)], axis=1)
         rows = np.cumprod(rates, axis=1).tolist()
-        return [row[:depth] for row, depth in zip(rows, depths, strict=True)]
+        return [row[:depth] for row, depth in zip(rows, depths)]
 
     @property
     def is_observed(self) -> bool:

@@ -8,8 +8,9 @@ output.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -24,25 +25,25 @@ from paceline.core.depth import (
     StepLoad,
     within_bounds,
 )
-from paceline.core.params import Method
+from paceline.core.method import DRAFT_MODEL, Method
 from paceline.core.slots import BestSlots, SlotProblem
 
-MAX_DEPTH = 8  # of any request, unless the operator fixes a higher depth for all
-DWELL = 4  # steps between two decisions
-PRICE_CHANGE = 0.1  # tokens; of what a slot costs, since a decision, which calls for another
-HYSTERESIS = 0.03  # of a step's worth, which a change of depth must bring
-EARNINGS_DECAY = 0.5 ** (1 / 16)  # per step
-SHORTEST = 1e-9  # seconds that any step takes
-OUTLIER = 3.0  # times the predicted duration: no step counts for more
+MAX_DEPTH: Final = 8  # of any request, unless the operator fixes a higher depth for all
+DWELL: Final = 4  # steps between two decisions
+PRICE_CHANGE: Final = 0.1  # tokens; of what a slot costs, since a decision, which calls for another
+HYSTERESIS: Final = 0.03  # of a step's worth, which a change of depth must bring
+EARNINGS_DECAY: Final = 0.5 ** (1 / 16)  # per step
+SHORTEST: Final = 1e-9  # seconds that any step takes
+OUTLIER: Final = 3.0  # times the predicted duration: no step counts for more
 PROBE_SHARE = 0.005  # of all step time, the most that probes may take
 PROBE_CREDIT = 5.0  # steps' worth to begin with: a mistake about an unknown drafter would last
-PROBE_SAVINGS = 1024  # steps for which an unused share is kept
-PROBE_INTERVAL = 32  # steps without drafts before a request's first probe
-MAX_PROBE_INTERVAL = 512
-PROBE_SPREAD = 317  # times the request's id, modulo its interval: neighbours far apart
-PROBE_STRETCH = 0.25  # of a step: no probe joins where probes make it longer by more
-DEEPER_INTERVAL = 32  # steps between probes one deeper than the batch
-PLAIN_INTERVAL = 512  # steps with drafts, after which one without is taken: what is saved is told against those
+PROBE_SAVINGS: Final = 1024  # steps for which an unused share is kept
+PROBE_INTERVAL: Final = 32  # steps without drafts before a request's first probe
+MAX_PROBE_INTERVAL: Final = 512
+PROBE_SPREAD: Final = 317  # times the request's id, modulo its interval: neighbours far apart
+PROBE_STRETCH: Final = 0.25  # of a step: no probe joins where probes make it longer by more
+DEEPER_INTERVAL: Final = 32  # steps between probes one deeper than the batch
+PLAIN_INTERVAL: Final = 512  # steps with drafts, after which one without is taken: what is saved is told against those
 
 
 class AdaptiveDepth:
@@ -79,7 +80,7 @@ class AdaptiveDepth:
         self._num_probes = 0
         self._probe_intervals: dict[int, int] = {}  # of requests whose probes changed nothing so far
 
-    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> Mapping[int, Chosen] | None:
+    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> dict[int, Chosen] | None:
         self._num_steps += 1
         return None if self._is_due(load, slot_price) else self._chosen
 
@@ -88,7 +89,7 @@ class AdaptiveDepth:
         best, best_gain = NOTHING, -math.inf
         for offer in candidate.offers:
             price = self._slot_prices[offer.method]
-            limit = self._num_passes if offer.method is Method.DRAFT_MODEL else self.max_depth
+            limit = self._num_passes if offer.method is DRAFT_MODEL else self.max_depth
             depth = sum(survival > price for survival in offer.survivals[:limit])
             choice = within_bounds(candidate, offer, depth)
             gain = sum(offer.survivals[: choice.depth]) - price * choice.depth
@@ -100,7 +101,7 @@ class AdaptiveDepth:
     def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         if not candidates:
             return []
-        before = self._decided_at
+        before, candidates = self._decided_at, list(candidates)
         step = _Step(candidates, self._decide(candidates, load, slot_price), load, self.costs)
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
         self.decision = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
@@ -176,7 +177,7 @@ class AdaptiveDepth:
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
-    def _decide(self, candidates: Sequence[DepthCandidate], load: StepLoad, slot_price: float) -> list[Chosen]:
+    def _decide(self, candidates: list[DepthCandidate], load: StepLoad, slot_price: float) -> list[Chosen]:
         problem = SlotProblem(
             candidates, load, self.costs, self._price_of_time(load), slot_price, self.max_depth, self._num_passes
         )
@@ -185,7 +186,7 @@ class AdaptiveDepth:
         self._slot_prices = problem.slot_prices(best)
         self._decided_at, self._decided_for = self._num_steps, (load, slot_price)
         self._chosen = {}
-        for candidate, choice in zip(candidates, chosen, strict=True):
+        for candidate, choice in zip(candidates, chosen):
             self._chosen[candidate.request_id] = choice
             if choice.depth:
                 self._probe_intervals.pop(candidate.request_id, None)
@@ -222,10 +223,10 @@ class AdaptiveDepth:
         """
         ready = [
             (index, offer)
-            for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen, strict=True))
+            for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen))
             if not choice.depth and candidate.highest and not candidate.steps_without_drafts
             for offer in candidate.offers
-            if offer.method is Method.DRAFT_MODEL
+            if offer.method is DRAFT_MODEL
         ]
         if not ready:
             return
@@ -278,7 +279,7 @@ class AdaptiveDepth:
         Intervals differ by request, so that those which began together do not probe together.
         """
         waiting = []
-        for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen, strict=True)):
+        for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen)):
             if choice.depth or not candidate.highest:
                 continue
             interval = self._probe_interval(candidate)
@@ -296,7 +297,7 @@ class AdaptiveDepth:
         """Let one of the deepest requests draft one more, each time another."""
         deepest = [
             (index, offer)
-            for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen, strict=True))
+            for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen))
             for offer in candidate.offers
             if offer.method is choice.method
             and choice.depth == self.decision.depth < min(candidate.highest, len(offer.survivals), self.max_depth)
@@ -324,7 +325,7 @@ class _Step:
     """
 
     def __init__(
-        self, candidates: Sequence[DepthCandidate], chosen: list[Chosen], load: StepLoad, costs: CostModel
+        self, candidates: list[DepthCandidate], chosen: list[Chosen], load: StepLoad, costs: CostModel
     ) -> None:
         self.candidates = candidates
         self.chosen = chosen
@@ -334,7 +335,9 @@ class _Step:
         self.catch_up = 0
         self.tokens = float(load.sampling)
         self._passes: list[int] = []  # sequences in each
-        for candidate, choice in zip(candidates, chosen, strict=True):
+        for candidate, choice in zip(candidates, chosen):
+            if not choice.depth:
+                continue
             for offer in candidate.offers:
                 if offer.method is choice.method:
                     self.tokens += sum(offer.survivals[: choice.depth])
@@ -349,7 +352,7 @@ class _Step:
             return math.inf
         before, after = self.costs.targets(self.load.rows + self.slots, 1, self.load.context).tolist()
         seconds: float = after - before
-        if offer.method is Method.DRAFT_MODEL:
+        if offer.method is DRAFT_MODEL:
             count = self._passes[depth] if depth < len(self._passes) else 0
             by_count = self.costs.draft_passes(count + 1) if depth else self.costs.first_passes(count + 1)
             seconds += by_count.item(count + 1) - by_count.item(count) + self.costs.draft_rows(catch_up)
@@ -375,7 +378,7 @@ class _Step:
     def _book(self, offer: Offer, before: int, after: int) -> None:
         """Let a request draft by `after` instead of `before`."""
         self.slots += after - before
-        if offer.method is not Method.DRAFT_MODEL:
+        if offer.method is not DRAFT_MODEL:
             return
         if before == 0:
             self.catch_up += offer.catch_up

@@ -32,7 +32,7 @@ class BlockPool:
     def allocate(self, count: int) -> tuple[int, ...]:
         """Take `count` free blocks, each with one reference. The caller has checked `num_free`."""
         assert count <= self.num_free, (count, self.num_free)
-        blocks = tuple(self._free.popitem(last=False)[0] for _ in range(count))
+        blocks = tuple([self._free.popitem(last=False)[0] for _ in range(count)])
         for block in blocks:
             self.ref_counts[block] = 1
             self._cache.forget(block)

@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.errors import InvalidArgument
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
+from typing import Final
 
 from paceline.core.request import Request, RequestStatus
 from paceline.core.service_rate import ServiceRate
 from paceline.errors import DeadlineExceeded, PacelineError, QueueTimeout
 
-SLACK = 64  # timers of requests that have ended, before the heap is made anew
-PRIORITY_SECONDS = 10.0  # by which one step of priority makes a request older
+SLACK: Final = 64  # timers of requests that have ended, before the heap is made anew
+PRIORITY_SECONDS: Final = 10.0  # by which one step of priority makes a request older
 
 
 class Deadlines:

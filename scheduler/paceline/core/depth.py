@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from paceline.core.cost_model import StepShape
-from paceline.core.params import NO_METHOD, Method
+from paceline.core.method import NO_METHOD, Method
 
 
 class Offer:
@@ -111,7 +111,7 @@ class Decision:
     predicted_seconds: float = 0.0
 
 
-NOTHING = Chosen(NO_METHOD, 0)
+NOTHING: Final = Chosen(NO_METHOD, 0)
 
 
 def within_bounds(candidate: DepthCandidate, offer: Offer, depth: int) -> Chosen:

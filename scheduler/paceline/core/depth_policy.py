@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.core.depth import NOTHING, Chosen, Decision, DepthCandidate, Outcome, StepLoad, within_bounds
-from paceline.core.params import Method
+from paceline.core.depth import Chosen, Decision, DepthCandidate, Outcome, StepLoad, within_bounds
 
 
 class DepthPolicy(Protocol):
@@ -27,7 +26,7 @@ class DepthPolicy(Protocol):
         """
         ...
 
-    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> Mapping[int, Chosen] | None:
+    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> dict[int, Chosen] | None:
         """What was chosen before, by request, if that holds for this step too: then nobody has to be offered anew.
 
         Asked once for each step, before `choose`; None calls for that.
@@ -55,39 +54,3 @@ class FixedDepth(DepthPolicy):
 
     def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         return [within_bounds(c, c.offers[0], self.depth) for c in candidates]
-
-
-def choose_depths(
-    policy: DepthPolicy,
-    load: StepLoad,
-    request_ids: Sequence[int],
-    highest: Sequence[Mapping[Method, int]],
-    candidates: Callable[[Sequence[int]], list[DepthCandidate]],
-    *,
-    slot_price: float = 0.0,
-) -> list[Chosen]:
-    """Ask a policy for one step: what it holds on to, or its choice among candidates, which are made where needed.
-
-    Args:
-        highest: how deep each request may draft by each method that it may use.
-        candidates: makes those of the requests at these indices.
-    """
-    standing = policy.standing(load, slot_price=slot_price)
-    if standing is not None:
-        joining = [index for index, request_id in enumerate(request_ids) if request_id not in standing]
-        joined = {one.request_id: policy.join(one) for one in candidates(joining)} if joining else {}
-        chosen = [standing[i] if i not in joined else joined[i] for i in request_ids]
-        if sum([choice.depth for choice in chosen]) > load.budget:
-            standing = None
-    if standing is None:
-        chosen = policy.choose(candidates(range(len(request_ids))), load, slot_price=slot_price)
-    # What stands may be too deep by now, and the bounds of a candidate are those of its farthest offer.
-    return [
-        choice if not choice.depth or choice.depth <= limits.get(choice.method, 0) else _at_most(choice, limits)
-        for choice, limits in zip(chosen, highest, strict=True)
-    ]
-
-
-def _at_most(choice: Chosen, highest: Mapping[Method, int]) -> Chosen:
-    limit = highest.get(choice.method, 0)
-    return Chosen(choice.method, limit) if limit else NOTHING

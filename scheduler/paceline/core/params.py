@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from paceline.core.grammar import Grammar
+from paceline.core.method import NO_DRAFTS, Method
 from paceline.errors import InvalidArgument, Reason
 
 MAX_STOP_STRINGS = 16
@@ -20,24 +21,6 @@ LARGEST_BIAS = 100.0
 LARGEST_PENALTY = 2.0
 LARGEST_SEED = (1 << 64) - 1
 LARGEST_PRIORITY = 1000
-
-
-class Method(enum.StrEnum):
-    """How drafts are made."""
-
-    NONE = "none"
-    NGRAM = "ngram"
-    DRAFT_MODEL = "draft_model"
-
-
-NO_DRAFTS = frozenset({Method.NONE})
-
-
-# Looking a member up in its class takes as long as a function call; these are for what is done for every request at
-# every step.
-NGRAM = Method.NGRAM
-DRAFT_MODEL = Method.DRAFT_MODEL
-NO_METHOD = Method.NONE
 
 
 class Verification(enum.StrEnum):
@@ -243,6 +226,8 @@ class SpeculationParams:
                 allowed = f"at most {max_depth}, the highest depth of {strictest}"
                 raise InvalidArgument("speculation.min_draft_tokens", self.min_depth, allowed)
             min_depth = min(min_depth, max_depth)
+        if (min_depth, max_depth) == (self.min_depth, self.max_depth):
+            return self
         return replace(self, min_depth=min_depth, max_depth=max_depth)
 
 

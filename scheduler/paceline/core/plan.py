@@ -13,7 +13,8 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.core.params import NO_METHOD, Method, SequenceParams
+from paceline.core.method import NO_METHOD, Method
+from paceline.core.params import SequenceParams
 
 
 class FinishReason(enum.StrEnum):

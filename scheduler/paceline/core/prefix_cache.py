@@ -11,8 +11,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import Final
 
-KEY_BYTES = 16
+KEY_BYTES: Final = 16
 
 
 def first_key(salt: str) -> bytes:

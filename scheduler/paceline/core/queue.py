@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from typing import Final
 
 from paceline.core.request import Request
 
-SLACK = 64  # entries of requests that have left, before the heap is made anew
+SLACK: Final = 64  # entries of requests that have left, before the heap is made anew
 
 
 class RequestQueue:

@@ -7,13 +7,12 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from paceline.core.acceptance import Residual
+from paceline.core.method import DRAFT_MODEL, NO_METHOD, Method
 from paceline.core.params import (
     ANYBODY,
-    DRAFT_MODEL,
-    NO_METHOD,
-    Method,
     SchedulingParams,
     SequenceParams,
     SpeculationParams,
@@ -30,7 +29,9 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED  # as in `params.py`
+# As in `method.py`.
+RUNNING: Final = RequestStatus.RUNNING
+FINISHED: Final = RequestStatus.FINISHED
 
 
 class Request:

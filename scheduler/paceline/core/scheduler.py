@@ -14,19 +14,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.deadlines import Deadlines
 from paceline.core.depth import StepLoad
 from paceline.core.kv_cache_manager import KVCacheManager
+from paceline.core.method import DRAFT_MODEL, NGRAM, NO_METHOD, Method
 from paceline.core.params import (
     ANYBODY,
-    DRAFT_MODEL,
-    NGRAM,
-    NO_METHOD,
     Constraints,
     LogprobsParams,
-    Method,
     SamplingParams,
     SchedulingParams,
     SequenceParams,
@@ -55,8 +53,8 @@ from paceline.errors import (
     Unavailable,
 )
 
-NOBODY: frozenset[str] = frozenset()
-MAX_OUTSTANDING = 2  # the plan that runs and the one made meanwhile
+NOBODY: Final[frozenset[str]] = frozenset()
+MAX_OUTSTANDING: Final = 2  # the plan that runs and the one made meanwhile
 
 
 class Scheduler:
@@ -323,13 +321,14 @@ class Scheduler:
         which are as good as any, but not the KV.
         """
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
+        assert len(plan.work) == len(result.sequences), (len(plan.work), len(result.sequences))
         self._num_outstanding -= 1
         light = self._kept_short.pop(plan.step_id, NOBODY)
         live = [self.requests.get(work.request_id) for work in plan.work]
         charges = self.speculation.observe(plan, result, live)
         self.rate.step(plan.work, result.sequences, charges, result.times.total)
         outputs = []
-        for work, sequence, request, seconds in zip(plan.work, result.sequences, live, charges, strict=True):
+        for work, sequence, request, seconds in zip(plan.work, result.sequences, live, charges):
             assert work.request_id == sequence.request_id, (work, sequence)
             if request is None:
                 self._charge_leaving(work.request_id, seconds, now, light)
@@ -590,7 +589,7 @@ class Scheduler:
             return
         requests = [share.request for share in shares]
         choices = self.speculation.choose(requests, highest, self._load(step), self._slot_price)
-        for share, chosen in zip(shares, choices, strict=True):
+        for share, chosen in zip(shares, choices):
             request, depth = share.request, chosen.depth
             share.scores_ngram = NGRAM in request.methods
             if not depth:
@@ -617,12 +616,12 @@ class Scheduler:
         shares = list(step.shares.values())
         if step.slowdown is not None:
             shares = [share for share in shares if share.request.tenant not in step.crowd]
-        return StepLoad(
-            rows=sum([share.rows for share in shares]),
-            context=sum([share.end for share in shares]),
-            sampling=sum([share.samples for share in shares]),
-            budget=step.budget,
-        )
+        rows = context = sampling = 0
+        for share in shares:
+            rows += share.rows
+            context += share.end
+            sampling += share.samples
+        return StepLoad(rows, context, sampling, step.budget)
 
     def _grow_for_drafts(self, share: Share, depth: int) -> int:
         """Slots for drafts, allocated before drafting: the depth there is room for."""
@@ -686,7 +685,7 @@ class Scheduler:
         if running:
             request.num_computed_tokens = request.num_tokens - 1
             # Asked inline, since a block is full at few steps only.
-            size = self.config.block_size
+            size = self.kv.block_size
             if request.num_computed_tokens >= size * (
                 request.num_known_blocks + 1
             ) or request.num_draft_computed >= size * (request.num_drafted_blocks + 1):

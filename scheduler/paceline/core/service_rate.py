@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Final
 
 from paceline.core.plan import SequenceResult, SequenceWork
 
-DECAY = 0.95  # of what was known, per step
-ENDINGS_DECAY = 0.9  # per request that ends
-LARGEST_RATIO = 3.0  # of a step to what was known: one that took longer was disturbed, and teaches no more than that
-LONGEST_WAIT = 60.0  # seconds that anybody is asked to wait
-SHORTEST_WAIT = 0.1
+DECAY: Final = 0.95  # of what was known, per step
+ENDINGS_DECAY: Final = 0.9  # per request that ends
+LARGEST_RATIO: Final = (
+    3.0  # of a step to what was known: one that took longer was disturbed, and teaches no more than that
+)
+LONGEST_WAIT: Final = 60.0  # seconds that anybody is asked to wait
+SHORTEST_WAIT: Final = 0.1
 
 
 class ServiceRate:
@@ -44,16 +46,16 @@ class ServiceRate:
 
     def step(
         self,
-        works: Sequence[SequenceWork],
-        results: Sequence[SequenceResult],
-        charges: Sequence[float],
+        works: tuple[SequenceWork, ...],
+        results: tuple[SequenceResult, ...],
+        charges: list[float],
         seconds: float,
     ) -> None:
         """Learn from a step that took so long, and from what each work was charged."""
         self._since_end += seconds
         prompts = decodes = emitted = 0
         of_prompts = 0.0
-        for work, result, charge in zip(works, results, charges, strict=True):
+        for work, result, charge in zip(works, results, charges):
             if work.num_tokens > 1 or not work.samples:
                 prompts += work.num_tokens
                 of_prompts += charge

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, StepLoad
-from paceline.core.params import Method
+from paceline.core.method import Method
 
 Array = NDArray[np.float64]
 
-CATCH_UP_HORIZON = 64  # steps over which a request that drafts again pays for what its draft model missed
-ASKED = 1e6  # rank of a slot that bounds ask for: before all others
+CATCH_UP_HORIZON: Final = 64  # steps over which a request that drafts again pays for what its draft model missed
+ASKED: Final = 1e6  # rank of a slot that bounds ask for: before all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class SlotProblem:
 
     def __init__(
         self,
-        candidates: Sequence[DepthCandidate],
+        candidates: list[DepthCandidate],
         load: StepLoad,
         costs: CostModel,
         second: float,
@@ -194,7 +193,7 @@ class _Runs:
             and is spread over them.
     """
 
-    def __init__(self, candidates: Sequence[DepthCandidate], budget: int, costs: CostModel, max_depth: int) -> None:
+    def __init__(self, candidates: list[DepthCandidate], budget: int, costs: CostModel, max_depth: int) -> None:
         fitting = _fitting(candidates, budget)
         self.owners: list[int] = []
         self.methods: list[Method] = []
@@ -227,7 +226,7 @@ class _Runs:
         return inside
 
 
-def _fitting(candidates: Sequence[DepthCandidate], budget: int) -> set[int]:
+def _fitting(candidates: list[DepthCandidate], budget: int) -> set[int]:
     """Of the candidates whose draft model has to catch up, those for whom there are rows if the shortest go first."""
     behind = [(offer.catch_up, owner) for owner, one in enumerate(candidates) for offer in one.offers if offer.catch_up]
     fitting = set()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from paceline.core.cost_model import CostModel
 
-LEAST_ROWS = 16  # of a prompt in a step that is kept short for others: less is not worth reading its context again
-SPAN = 1024  # tokens of context by which the price of one is told
+LEAST_ROWS: Final = (
+    16  # of a prompt in a step that is kept short for others: less is not worth reading its context again
+)
+SPAN: Final = 1024  # tokens of context by which the price of one is told
 
 
 class Slowdown:

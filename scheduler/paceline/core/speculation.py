@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel, Residual
 from paceline.core.calibration import Calibration
 from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import Chosen, DepthCandidate, Offer, Outcome, StepLoad
-from paceline.core.depth_policy import DepthPolicy, choose_depths
-from paceline.core.params import DRAFT_MODEL, NGRAM, NO_METHOD, Method, Verification
+from paceline.core.depth_choices import choose_depths
+from paceline.core.depth_policy import DepthPolicy
+from paceline.core.method import DRAFT_MODEL, NGRAM, NO_METHOD, Method
+from paceline.core.params import Verification
 from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.core.request import Request
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.core.speculation_report import DrafterReport, RequestReport, SpeculationReport, TenantReport
 from paceline.core.step_bill import write_bill
 
-NO_PROPOSAL = (0.0,)  # what comes of it
-MAX_TENANTS = 1024  # whose counts are kept; the one that was idle for the longest time goes first
+NO_PROPOSAL: Final = (0.0,)  # what comes of it
+MAX_TENANTS: Final = 1024  # whose counts are kept; the one that was idle for the longest time goes first
 
 
 @dataclass(slots=True)
@@ -68,8 +71,8 @@ class SpeculationControl:
 
     def choose(
         self,
-        requests: Sequence[Request],
-        highest: Sequence[Mapping[Method, int]],
+        requests: list[Request],
+        highest: list[dict[Method, int]],
         load: StepLoad,
         slot_price: float = 0.0,
     ) -> list[Chosen]:
@@ -85,7 +88,9 @@ class SpeculationControl:
             load,
             ids,
             highest,
-            lambda indices: self._candidates([(requests[i], highest[i]) for i in indices], load.budget),
+            lambda indices: self._candidates(
+                [requests[i] for i in indices], [highest[i] for i in indices], load.budget
+            ),
             slot_price=slot_price,
         )
         if any([DRAFT_MODEL in limits for limits in highest]):
@@ -93,30 +98,30 @@ class SpeculationControl:
         return chosen
 
     def _candidates(
-        self, requests: Sequence[tuple[Request, Mapping[Method, int]]], budget: int
+        self, requests: list[Request], highest: list[dict[Method, int]], budget: int
     ) -> list[DepthCandidate]:
         """What the policy chooses among: each request with the depths that it may have."""
         allowed = [
             # n-grams may have nothing to propose: only a model can promise a lowest depth.
-            {DRAFT_MODEL: highest[DRAFT_MODEL]} if request.speculation.min_depth and DRAFT_MODEL in highest else highest
-            for request, highest in requests
+            {DRAFT_MODEL: limits[DRAFT_MODEL]} if request.speculation.min_depth and DRAFT_MODEL in limits else limits
+            for request, limits in zip(requests, highest)
         ]
+        models_of = [self._models[request.params.verification] for request in requests]
         asked: dict[AcceptanceModel, list[tuple[str, Residual, int]]] = {}
-        for (request, _), highest in zip(requests, allowed, strict=True):
-            models = self._models[request.params.verification]
-            for method, depth in highest.items():
+        for request, limits, models in zip(requests, allowed, models_of):
+            for method, depth in limits.items():
                 asked.setdefault(models[method], []).append((request.tenant, request.residuals[method], depth))
         survivals = {model: iter(model.survivals_of(of_model)) for model, of_model in asked.items()}
         candidates = []
-        for (request, _), highest in zip(requests, allowed, strict=True):
+        for request, limits, models in zip(requests, allowed, models_of):
             # The newest token is read by the first pass anyway. What does not fit a step is read in parts, of which the
             # first is offered here; the scheduler grants no drafts before the last.
             catch_up = min(max(0, request.draft_gap - 1), budget // 2)
-            models, most = self._models[request.params.verification], max(highest.values())
+            most = max(limits.values())
             offers = tuple(
                 [
                     Offer(method, next(survivals[models[method]]), catch_up if method is DRAFT_MODEL else 0)
-                    for method in highest
+                    for method in limits
                 ]
             )
             lowest = min(request.speculation.min_depth, most)
@@ -128,7 +133,7 @@ class SpeculationControl:
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
-    def observe(self, plan: StepPlan, result: StepResult, requests: Sequence[Request | None]) -> list[float]:
+    def observe(self, plan: StepPlan, result: StepResult, requests: list[Request | None]) -> list[float]:
         """Learn from a step's result, before it is committed to `requests`.
 
         Args:
@@ -139,12 +144,12 @@ class SpeculationControl:
         """
         contexts = [
             0 if request is None else request.num_computed_tokens + work.num_tokens
-            for work, request in zip(plan.work, requests, strict=True)
+            for work, request in zip(plan.work, requests)
         ]
         shape = _shape(plan.work, result.sequences, sum(contexts))
         bill = write_bill(self.costs, shape, plan.work, result.sequences, contexts, result.times.total)
         drafts, decodes, emitted = [], 0, 0
-        for work, sequence, request, price in zip(plan.work, result.sequences, requests, bill.drafts, strict=True):
+        for work, sequence, request, price in zip(plan.work, result.sequences, requests, bill.drafts):
             # A run that computes a whole prompt besides is no verify step: it could not have drafted.
             if request is None or not work.samples or work.num_tokens > 1:
                 continue
@@ -249,7 +254,7 @@ class SpeculationControl:
         request.steps_without_drafts = 0 if drafter else request.steps_without_drafts + 1
 
 
-def _shape(works: Sequence[SequenceWork], results: Sequence[SequenceResult], context: int) -> StepShape:
+def _shape(works: tuple[SequenceWork, ...], results: tuple[SequenceResult, ...], context: int) -> StepShape:
     """The step as it was executed: an n-gram may have proposed less than was planned."""
     drafting = [work.num_drafts for work in works if work.num_drafts and work.method is DRAFT_MODEL]
     by_depth = Counter(drafting)
@@ -258,7 +263,7 @@ def _shape(works: Sequence[SequenceWork], results: Sequence[SequenceResult], con
         for number in range(max(drafting, default=0))
     ]
     read = tokens = samples = slots = 0
-    for work, result in zip(works, results, strict=True):
+    for work, result in zip(works, results):
         read += work.draft_catch_up
         tokens += work.num_tokens
         samples += work.samples

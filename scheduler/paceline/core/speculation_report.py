@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from paceline.core.cost_model import Error
 from paceline.core.depth import Decision
-from paceline.core.params import Method, Verification
+from paceline.core.method import Method
+from paceline.core.params import Verification
 from paceline.core.speculation_counts import SpeculationCounts
 
 DrafterKey = tuple[Method, Verification]

@@ -8,12 +8,11 @@ waits for memory cost about nothing. What the cost model says is stretched to wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from paceline.core.cost_model import CostModel, StepShape
-from paceline.core.params import DRAFT_MODEL
+from paceline.core.method import DRAFT_MODEL
 from paceline.core.plan import SequenceResult, SequenceWork
 
 
@@ -31,7 +30,7 @@ class DraftPrice(NamedTuple):
     rejected: float = 0.0
 
 
-FREE = DraftPrice()
+FREE: Final = DraftPrice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,9 @@ class StepBill:
 def write_bill(
     costs: CostModel | None,
     shape: StepShape,
-    works: Sequence[SequenceWork],
-    results: Sequence[SequenceResult],
-    contexts: Sequence[int],
+    works: tuple[SequenceWork, ...],
+    results: tuple[SequenceResult, ...],
+    contexts: list[int],
     seconds: float,
 ) -> StepBill:
     """Divide a step that was executed.
@@ -63,9 +62,13 @@ def write_bill(
         seconds: that the step took.
     """
     if costs is None:
-        charges = [seconds * (w.num_tokens + r.num_drafted) / shape.rows for w, r in zip(works, results, strict=True)]
+        charges = [seconds * (w.num_tokens + r.num_drafted) / shape.rows for w, r in zip(works, results)]
         return StepBill(charges, [FREE] * len(works))
-    slots = sum([result.num_drafted for result in results])
+    slots = read = samples = 0
+    for work, result in zip(works, results):
+        slots += result.num_drafted
+        read += work.draft_catch_up
+        samples += work.samples
     plain = costs.target(shape.rows - slots, 0, shape.sequences)
     without = costs.target(shape.rows - slots, shape.context, shape.sequences)
     slot = (costs.target(shape.rows, 0) - costs.target(shape.rows - slots, 0)) / slots if slots else 0.0
@@ -77,11 +80,11 @@ def write_bill(
     stretch = seconds / predicted if predicted > 0.0 else 0.0
     per_row = stretch * plain / max(1, shape.rows - slots)
     per_context = stretch * (without - plain) / max(1, shape.context)
-    per_read = stretch * reading / max(1, sum([work.draft_catch_up for work in works]))
-    per_token = without / max(1, sum([work.samples for work in works]))
+    per_read = stretch * reading / max(1, read)
+    per_token = without / max(1, samples)
     charges, drafts = [], []
     # One loop over plain numbers: there is an entry for every request at every step.
-    for work, result, context in zip(works, results, contexts, strict=True):
+    for work, result, context in zip(works, results, contexts):
         charge = per_row * work.num_tokens + per_context * context
         if work.draft_catch_up:
             charge += per_read * work.draft_catch_up
@@ -106,5 +109,5 @@ def _passes(costs: CostModel, shape: StepShape) -> tuple[list[float], float]:
     most = max(shape.draft_passes, default=0)
     first, later = costs.first_passes(most), costs.draft_passes(most)
     seconds = [(later if number else first).item(count) for number, count in enumerate(shape.draft_passes)]
-    shares = [of_pass / count for of_pass, count in zip(seconds, shape.draft_passes, strict=True)]
+    shares = [of_pass / count for of_pass, count in zip(seconds, shape.draft_passes)]
     return list(itertools.accumulate(shares, initial=0.0)), sum(seconds)

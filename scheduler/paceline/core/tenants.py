@@ -9,16 +9,17 @@ in which nothing was asked for is no credit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
 
 from paceline.core.queue import RequestQueue
 from paceline.core.request import Request
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.errors import InvalidArgument
 
-EMPTY = 1e-6  # tokens that a bucket may lack by rounding
+EMPTY: Final = 1e-6  # tokens that a bucket may lack by rounding
 # Of its share of places: what a tenant has to ask for to be held back for others, and what those ask for at most.
 GREED, LIGHT = 2.0, 0.25
-MOST_IDLE = 1024  # tenants that are remembered although they have no requests
+MOST_IDLE: Final = 1024  # tenants that are remembered although they have no requests
 
 
 class Tenant:

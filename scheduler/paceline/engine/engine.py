@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from paceline.core.grammar import Grammar, GrammarCompiler
-from paceline.core.params import Constraints, Method, SamplingParams
+from paceline.core.method import Method
+from paceline.core.params import Constraints, SamplingParams
 from paceline.core.plan import FinishReason, StepPlan, StepResult, StepRunner, TokenLogprobs
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler

@@ -15,7 +15,8 @@ import numpy as np
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import ROW_BUCKETS, SEQUENCE_BUCKETS, CostModel, buckets_up_to
-from paceline.core.params import Method, SamplingParams, SequenceParams, Verification
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SequenceParams, Verification
 from paceline.core.plan import Admission, SequenceWork, StepPlan, StepResult, StepRunner
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # in which each shape is measured once

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.grammar import Mask, Matcher
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult, StepTimes, TokenLogprobs
 from paceline.core.sequence import Sequence
 from paceline.models import Model

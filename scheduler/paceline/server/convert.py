@@ -16,11 +16,11 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from paceline.core.grammar import GrammarKind, GrammarSpec
+from paceline.core.method import Method
 from paceline.core.params import (
     MAX_LOGIT_BIASES,
     LogprobsMode,
     LogprobsParams,
-    Method,
     SamplingParams,
     SchedulingParams,
     SpeculationParams,

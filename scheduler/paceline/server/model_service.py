@@ -7,7 +7,8 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
-from paceline.core.params import Method, SamplingParams, SpeculationBounds
+from paceline.core.method import Method
+from paceline.core.params import SamplingParams, SpeculationBounds
 from paceline.engine import AsyncEngine, Engine
 from paceline.errors import InvalidArgument, Reason, Unavailable
 from paceline.server.calls import current_call

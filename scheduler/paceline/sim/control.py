@@ -15,8 +15,9 @@ import numpy as np
 from paceline.core.acceptance import AcceptanceModel, Residual
 from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import DepthCandidate, Offer, Outcome, StepLoad
-from paceline.core.depth_policy import DepthPolicy, choose_depths
-from paceline.core.params import Method
+from paceline.core.depth_choices import choose_depths
+from paceline.core.depth_policy import DepthPolicy
+from paceline.core.method import Method
 
 BUDGET = 8192  # rows of a step that drafts and catching up may take: more than any choice here should want
 TENANT = "all"

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
 from paceline.core.cost_model import CostModel, StepShape
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult, StepTimes
 from paceline.sim.clock import VirtualClock
 
-TOKEN = 0  # of every text
+TOKEN: Final = 0  # of every text
 
 
 class _Mirror:
@@ -63,33 +64,32 @@ class CountingRunner:
                 admission.num_draft_computed,
                 self.acceptance(admission.request_id),
             )
-        times = self._times(plan)
+        mirrors = [self._mirrors[work.request_id] for work in plan.work]
+        times = self._times(plan.work, mirrors)
         draws = np.log1p(-self._random.random(len(plan.work))).tolist()  # finite: of (0, 1]
-        results = tuple(self._result(work, draw) for work, draw in zip(plan.work, draws, strict=True))
-        return StepResult(plan.step_id, results, times)
+        results = [self._result(work, mirror, draw) for work, mirror, draw in zip(plan.work, mirrors, draws)]
+        return StepResult(plan.step_id, tuple(results), times)
 
-    def _times(self, plan: StepPlan) -> StepTimes:
+    def _times(self, works: tuple[SequenceWork, ...], mirrors: list[_Mirror]) -> StepTimes:
         """As the cost model says; the clock moves on by them."""
-        mirrors = self._mirrors
         rows = context = read = drafting = 0
         depths: list[int] = []
-        for work in plan.work:
+        for work, mirror in zip(works, mirrors):
             rows += work.num_tokens + work.num_drafts
-            context += mirrors[work.request_id].num_computed + work.num_tokens
+            context += mirror.num_computed + work.num_tokens
             read += work.draft_catch_up
             if work.num_drafts and work.method is Method.DRAFT_MODEL:
                 drafting += 1
                 depths.append(work.num_drafts)
         counts = np.bincount(depths)[1:] if depths else np.zeros(0, np.int64)
         passes = tuple(np.cumsum(counts[::-1])[::-1].tolist())
-        shape = StepShape(rows, context, passes, max(0, read - drafting), sequences=len(plan.work))
+        shape = StepShape(rows, context, passes, max(0, read - drafting), sequences=len(works))
         total = self.costs.step(shape)
-        target = self.costs.target(rows, context, len(plan.work))
+        target = self.costs.target(rows, context, len(works))
         self.clock.advance(total)
         return StepTimes(draft=total - target, verify=target, total=total)
 
-    def _result(self, work: SequenceWork, draw: float) -> SequenceResult:
-        mirror = self._mirrors[work.request_id]
+    def _result(self, work: SequenceWork, mirror: _Mirror, draw: float) -> SequenceResult:
         end = mirror.num_computed + work.num_tokens
         if work.draft_catch_up:
             mirror.num_draft_computed = min(end, mirror.num_draft_computed + work.draft_catch_up)

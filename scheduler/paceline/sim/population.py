@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -14,11 +15,11 @@ from paceline.core.params import SamplingParams, SchedulingParams, SpeculationPa
 from paceline.errors import InvalidArgument
 from paceline.sim.spec import Lengths, SimulatedTenant, SimulationFile
 
-BATCH = 4096  # requests drawn at a time
-REQUESTS = 10_000  # unless the file says how many
-MOST_MISTAKES = 20  # of a trace: the rest of it is not looked at
-GREEDY = SamplingParams(temperature=0.0)
-DEFAULT_SPECULATION = SpeculationParams()
+BATCH: Final = 4096  # requests drawn at a time
+REQUESTS: Final = 10_000  # unless the file says how many
+MOST_MISTAKES: Final = 20  # of a trace: the rest of it is not looked at
+GREEDY: Final = SamplingParams(temperature=0.0)
+DEFAULT_SPECULATION: Final = SpeculationParams()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult, StepTimes
 from paceline.core.sequence import Sequence
 

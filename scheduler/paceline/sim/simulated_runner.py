@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.core.plan import StepPlan, StepTimes
 from paceline.sim.clock import VirtualClock
 from paceline.sim.scripted_runner import ScriptedRunner

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from paceline.config_file import Count, Positive, Table, TenantTable, read_file
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel
-from paceline.core.params import Method
+from paceline.core.method import Method
 from paceline.errors import InvalidArgument
 from paceline.sim.control import roofline
 

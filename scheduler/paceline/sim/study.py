@@ -8,7 +8,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -27,10 +27,10 @@ from paceline.sim.order import EarliestDeadlineFirst, FirstComeFirstServed
 from paceline.sim.population import DEFAULT_SPECULATION, GREEDY, REQUESTS, Population, SimulatedRequest
 from paceline.sim.spec import SimulationFile
 
-SAMPLES = 400  # of queue lengths and depths over time, at most twice as many
-PERCENTILES = (50, 90, 99)
-SHORTEST_WAIT = 1e-6  # seconds; less might not move the clock
-TOLD_AT_ONCE = 256  # requests that have ended, to whoever watches
+SAMPLES: Final = 400  # of queue lengths and depths over time, at most twice as many
+PERCENTILES: Final = (50, 90, 99)
+SHORTEST_WAIT: Final = 1e-6  # seconds; less might not move the clock
+TOLD_AT_ONCE: Final = 256  # requests that have ended, to whoever watches
 
 
 @dataclass(slots=True)
@@ -284,7 +284,7 @@ class _Simulator:
             if request.num_tokens + len(sequence.token_ids) >= request.max_total_tokens:
                 token_ids, finish = cut_run(request, sequence.token_ids, ())
                 sequences[index] = replace(sequence, token_ids=token_ids, finish=finish)
-        return replace(result, sequences=tuple(sequences))
+        return StepResult(result.step_id, tuple(sequences), result.times)
 
     def _watch_backlog(self, backlogged: bool) -> None:
         """Books are opened when the last tenant begins to have requests waiting, and closed when one has none."""
