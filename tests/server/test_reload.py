@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import signal
 import subprocess
 import sys
@@ -146,6 +147,27 @@ def test_another_file(serve: Callable[..., Server], tenants: Path) -> None:
         tenants.write_text(FILE)
         server.hang_up("the tenants file has been read again")
         assert (generate(channel, CHAT), generate(channel, OTHER)) == (OK, UNAUTHENTICATED)
+
+
+def test_a_key_that_was_taken_out_starts_nothing_more_on_an_open_stream(
+    serve: Callable[..., Server], tenants: Path
+) -> None:
+    server = serve(tenants=str(tenants))
+    asked: queue.SimpleQueue[pb.GenerateManyRequest | None] = queue.SimpleQueue()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        answers = stub.GenerateMany(iter(asked.get, None), metadata=bearer(CHAT), timeout=PATIENCE)
+        asked.put(pb.GenerateManyRequest(key=1, start=request(max_tokens=300)))
+        next(answers)
+        tenants.write_text(CHANGED)
+        server.hang_up("the tenants file has been read again")
+        asked.put(pb.GenerateManyRequest(key=2, start=request(max_tokens=2)))
+        asked.put(None)
+        outcomes = [keyed for answer in answers for keyed in answer.responses]
+    [refused] = [keyed.error for keyed in outcomes if keyed.key == 2]
+    assert (refused.code, refused.reason) == (UNAUTHENTICATED.value[0], "UNAUTHENTICATED")
+    [finished] = [keyed.response.finished for keyed in outcomes if keyed.response.HasField("finished")]
+    assert finished.usage.completion_tokens == 300  # what is admitted goes on
 
 
 @pytest.mark.parametrize(

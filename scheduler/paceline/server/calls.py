@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 import grpc
@@ -101,6 +102,7 @@ class Call:
         method: full name, with a slash in front.
         request_id: the client's, from the metadata "x-request-id" or its message; made up if it gave none.
         traceparent: as the client sent it, if it is one (W3C trace context); else "".
+        admit: asks the gate, which may have another answer later: who calls, or an error.
         caller: known once the RPC has been admitted.
         tenant: whose generation it is; known once that has been accepted.
         tokens: completion tokens of its generations that have ended; None without any.
@@ -109,6 +111,7 @@ class Call:
     method: str
     request_id: str
     traceparent: str = ""
+    admit: Callable[[], Caller] = Caller
     caller: Caller = Caller()
     tenant: str = ""
     tokens: int | None = None
@@ -179,7 +182,7 @@ class Calls(grpc.aio.ServerInterceptor):
         async def respond(request: Any, context: Context) -> Any:
             with self._call(method, context) as call:
                 try:
-                    call.caller = self.gate.admit(method, context)
+                    call.caller = call.admit()
                     asked = _each(parse, request) if handler.request_streaming else parse(request)
                     answer = behaviour(asked, context)
                     if not hasattr(answer, "__aiter__"):
@@ -200,7 +203,8 @@ class Calls(grpc.aio.ServerInterceptor):
     def _call(self, method: str, context: Context) -> Iterator[Call]:
         """The RPC while it is served; its end is told to the observers, however it ends."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        call = Call(method, _named(metadata) or uuid.uuid4().hex, _traceparent(metadata))
+        admit = partial(self.gate.admit, method, context)
+        call = Call(method, _named(metadata) or uuid.uuid4().hex, _traceparent(metadata), admit)
         told = call.request_id
         context.set_trailing_metadata(((REQUEST_ID_KEY, told),))
         start = time.perf_counter()

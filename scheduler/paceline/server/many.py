@@ -118,7 +118,9 @@ class ManyGenerations:
 
     async def _generate(self, keyed: Keyed, request: pb.GenerateRequest, name: str) -> None:
         """Hold a generation while it lives."""
+        call = current_call()
         try:
+            call.caller = call.admit()  # its key may have been taken out since the last one
             async with self._deliver(request, name) as delivery:
                 keyed.delivery = delivery
                 self._watch.watch(delivery.stream)
