@@ -28,8 +28,11 @@ async def server() -> AsyncIterator[FakeServer]:
 
 @pytest.fixture
 async def client(server: FakeServer) -> AsyncIterator[Client]:
-    with Client(server.address, max_retries=0) as connected:
+    connected = Client(server.address, max_retries=0)
+    try:
         yield connected
+    finally:
+        await asyncio.to_thread(connected.close)  # it waits for calls that are just being cancelled
 
 
 async def handler_ended(server: FakeServer) -> None:
