@@ -14,14 +14,16 @@ def cut_run(
     A stop id wins over a length reached by the same token. The request's own stop ids win over the model's EOS. None of
     a completion's first `min_tokens` tokens is a stop: the earliest is the one behind them.
     """
-    room = request.max_total_tokens - request.num_tokens
-    first_stop = max(0, request.stop.min_tokens - len(request.output_token_ids))
-    for index, token in enumerate(token_ids[first_stop:room], first_stop):
-        if token in request.stop.token_ids:
+    stop, room = request.stop, request.max_total_tokens - request.num_tokens
+    stop_ids = stop.token_ids
+    first_stop = max(0, stop.min_tokens - len(request.output_token_ids))
+    for index in range(first_stop, min(len(token_ids), room)):
+        token = token_ids[index]
+        if token in stop_ids:
             return token_ids[: index + 1], Finish(FinishReason.STOP_TOKEN, stop_token_id=token)
-        if token in eos_token_ids and not request.stop.ignore_eos:
+        if token in eos_token_ids and not stop.ignore_eos:
             return token_ids[: index + 1], Finish(FinishReason.EOS, stop_token_id=token)
     if len(token_ids) < room:
         return token_ids, None
-    own_limit = request.stop.max_tokens is not None and request.stop.max_tokens <= request.max_output_tokens
+    own_limit = stop.max_tokens is not None and stop.max_tokens <= request.max_output_tokens
     return token_ids[:room], Finish(FinishReason.MAX_TOKENS if own_limit else FinishReason.CONTEXT_LENGTH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Sequence
+from collections.abc import KeysView
 from dataclasses import replace
 
 from paceline.core.plan import Finish, FinishReason, SequenceResult, StepResult, TokenLogprobs
@@ -94,14 +94,15 @@ class Completions:
             return sequence
         return replace(sequence, token_ids=cut.token_ids, logprobs=logprobs, finish=cut.finish)
 
-    def outputs(self, committed: Sequence[RequestOutput], shown: Sequence[Shown]) -> list[Output]:
+    def outputs(self, committed: tuple[RequestOutput, ...], shown: list[Shown]) -> list[Output]:
         """What the core has committed, as readers get it.
 
         Args:
             shown: of the same requests.
         """
+        assert len(committed) == len(shown), (len(committed), len(shown))
         outputs = []
-        for core, seen in zip(committed, shown, strict=True):
+        for core, seen in zip(committed, shown):
             completion = seen.completion
             request = completion.request
             assert request.request_id == core.request_id, (request.request_id, core.request_id)

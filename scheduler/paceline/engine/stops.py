@@ -84,19 +84,19 @@ class StopChecker:
             finish = end_of_run
         has_stop_id = finish is not None and finish.stop_token_id is not None
         first_stop = self._min_tokens - len(request.output_token_ids)
-        shown: list[str] = []
+        shown = ""
         for index, token_id in enumerate(kept[:-1] if has_stop_id else kept):
             piece = self._decoder.push(token_id)
             if self._matcher is None:
-                shown.append(piece)
+                shown += piece
                 continue
             text, match = self._scan(self._matcher, piece, may_match=index >= first_stop)
-            shown.append(text)
+            shown += text
             if match is not None:
-                return Cut(kept[: index + 1], "".join(shown), Finish(FinishReason.STOP_STRING, stop_string=match))
+                return Cut(kept[: index + 1], shown, Finish(FinishReason.STOP_STRING, stop_string=match))
         if finish is not None:
-            shown.append(self._held + self._decoder.flush())
-        return Cut(kept, "".join(shown), finish)
+            shown += self._held + self._decoder.flush()
+        return Cut(kept, shown, finish)
 
     def _scan(self, matcher: StopMatcher, piece: str, may_match: bool) -> tuple[str, str | None]:
         """Text that is decided now that `piece` follows, and the stop string found in it."""

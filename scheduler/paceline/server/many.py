@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Final, TypeAlias
 
 import grpc
@@ -124,7 +125,7 @@ class ManyGenerations:
             async with self._deliver(request, name) as delivery:
                 keyed.delivery = delivery
                 self._watch.watch(delivery.stream)
-                delivery.stream.listen(lambda: self._tell(keyed))
+                delivery.stream.listen(partial(self._tell, keyed))
                 await keyed.ended
         except PacelineError as error:
             self._fail(keyed, error)
