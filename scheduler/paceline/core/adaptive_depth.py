@@ -35,6 +35,7 @@ HYSTERESIS: Final = 0.03  # of a step's worth, which a change of depth must brin
 EARNINGS_DECAY: Final = 0.5 ** (1 / 16)  # per step
 SHORTEST: Final = 1e-9  # seconds that any step takes
 OUTLIER: Final = 3.0  # times the predicted duration: no step counts for more
+# These two are not Final, since tests take probes away.
 PROBE_SHARE = 0.005  # of all step time, the most that probes may take
 PROBE_CREDIT = 5.0  # steps' worth to begin with: a mistake about an unknown drafter would last
 PROBE_SAVINGS: Final = 1024  # steps for which an unused share is kept
@@ -101,7 +102,7 @@ class AdaptiveDepth:
     def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         if not candidates:
             return []
-        before, candidates = self._decided_at, list(candidates)
+        before, candidates = self._decided_at, list(candidates)  # mypyc makes plain loops over lists
         step = _Step(candidates, self._decide(candidates, load, slot_price), load, self.costs)
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
         self.decision = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)

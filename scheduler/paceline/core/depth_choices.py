@@ -34,6 +34,7 @@ def choose_depths(
             standing = None
     if standing is None:
         chosen = policy.choose(candidates(range(len(request_ids))), load, slot_price=slot_price)
+    assert len(chosen) == len(highest), (len(chosen), len(highest))
     # What stands may be too deep by now, and the bounds of a candidate are those of its farthest offer.
     return [
         choice if not choice.depth or choice.depth <= limits.get(choice.method, 0) else _at_most(choice, limits)

@@ -8,9 +8,8 @@ from paceline.core.plan import SequenceResult, SequenceWork
 
 DECAY: Final = 0.95  # of what was known, per step
 ENDINGS_DECAY: Final = 0.9  # per request that ends
-LARGEST_RATIO: Final = (
-    3.0  # of a step to what was known: one that took longer was disturbed, and teaches no more than that
-)
+# Of a step to what was known: one that took longer was disturbed, and teaches no more than that.
+LARGEST_RATIO: Final = 3.0
 LONGEST_WAIT: Final = 60.0  # seconds that anybody is asked to wait
 SHORTEST_WAIT: Final = 0.1
 

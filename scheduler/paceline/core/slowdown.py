@@ -6,9 +6,8 @@ from typing import Final
 
 from paceline.core.cost_model import CostModel
 
-LEAST_ROWS: Final = (
-    16  # of a prompt in a step that is kept short for others: less is not worth reading its context again
-)
+# Of a prompt in a step that is kept short for others: less is not worth reading its context again.
+LEAST_ROWS: Final = 16
 SPAN: Final = 1024  # tokens of context by which the price of one is told
 
 
