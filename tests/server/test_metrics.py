@@ -142,10 +142,11 @@ async def test_after_real_requests(watched: Serving) -> None:
 
 async def test_while_requests_live(watched: Serving) -> None:
     watched.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1)}, TenantPolicy())
-    calls = [watched.stub.Generate(of("a")), watched.stub.Generate(of("a"))]
-    await watched.until(lambda: watched.engine.num_live == 2)
+    first = watched.stub.Generate(of("a"))
     watched.runner.allow(1)
     await watched.until(lambda: watched.engine.engine.totals.tokens == 1)
+    second = watched.stub.Generate(of("a"))
+    await watched.until(lambda: watched.engine.num_live == 2)
     found = await scrape(watched)
     for name, value in (("running", 1), ("waiting", 1)):
         assert at(found, f"vllm:num_requests_{name}") == value
@@ -156,8 +157,9 @@ async def test_while_requests_live(watched: Serving) -> None:
     assert at(found, "vllm:generation_tokens_total") == 1
     assert at(found, "paceline_serving") == 1
     assert ("paceline_rpcs_total", (("code", "OK"), ("method", GENERATE))) not in found
-    for call in calls:
-        call.cancel()
+    second.cancel()
+    await watched.until(lambda: len(watched.server.live) == 1)
+    first.cancel()
     watched.runner.open()
     await watched.until(lambda: watched.idle and not len(watched.server.live))
     found = await scrape(watched)
