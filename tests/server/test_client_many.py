@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -192,6 +193,35 @@ async def test_a_stream_that_breaks_is_opened_anew(client: AsyncClient, server: 
             await last.collect()
         assert (await (await many.start("again")).collect()).text == "abc"
     assert server.streams == 2
+
+
+async def test_a_write_that_meets_the_end_of_the_stream(client: AsyncClient, server: FakeMany) -> None:
+    """gRPC hides the stream's own status behind a failure of its own; the next stream has another."""
+
+    class Fails:
+        def __init__(self, call: Any) -> None:
+            self.call = call
+
+        async def __aiter__(self) -> AsyncIterator[pb.GenerateManyResponse]:
+            self.call._cython_call.set_internal_error("as where sending fails")
+            self.call.cancel()
+            await self.call._raise_for_status()
+            yield pb.GenerateManyResponse()
+
+        def cancel(self) -> None:
+            self.call.cancel()
+
+    for connected in (client, AsyncClient(server.address, max_retries=0)):
+        async with connected, connected.many() as many:
+            opened = many._open_stream
+            opens: list[Callable[[Any], Any]] = [lambda requests, opened=opened: Fails(opened(requests)), opened]
+            many._open_stream = lambda requests, opens=opens: opens.pop(0)(requests)
+            generation = await many.start("hello")
+            if connected is client:
+                assert (await generation.collect()).text == "abc"
+            else:
+                with pytest.raises(errors.Unavailable, match="on its way"):
+                    await generation.collect()
 
 
 async def test_nobody_listens() -> None:

@@ -21,6 +21,7 @@ from paceline.v1 import generation_pb2 as pb
 ManyCall: TypeAlias = grpc.aio.StreamStreamCall[pb.GenerateManyRequest, pb.GenerateManyResponse]
 OpenStream: TypeAlias = Callable[[AsyncIterator[pb.GenerateManyRequest]], ManyCall]
 
+_CORE_FAILED: Final = "Internal error from Core"  # what gRPC's asyncio API says of a write that failed
 _CODES: Final[dict[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -129,7 +130,7 @@ class _Stream:
                     for keyed in message.responses:
                         self._hand_out(keyed)
         except RpcError as failure:
-            error = failure
+            error = _hidden(failure)
         finally:
             self.ended = True
             self._requests.put_nowait(None)  # the RPC's own reader of requests ends, too
@@ -184,6 +185,15 @@ class _Lane:
             if isinstance(item, RpcError):
                 raise item
             yield item
+
+
+def _hidden(failure: RpcError) -> RpcError:
+    """Where a write meets the end of the stream on its way, gRPC loses the status and reports its own failure instead.
+    The next stream shows the status, if it stands.
+    """
+    if failure.code is grpc.StatusCode.INTERNAL and failure.message == _CORE_FAILED:
+        return error_for(grpc.StatusCode.UNAVAILABLE, "the stream ended while a request was on its way")
+    return failure
 
 
 def _read_error(message: pb.GenerationError) -> RpcError:
