@@ -62,7 +62,8 @@ def write_bill(
         seconds: that the step took.
     """
     if costs is None:
-        charges = [seconds * (w.num_tokens + r.num_drafted) / shape.rows for w, r in zip(works, results)]
+        rows = shape.rows
+        charges = [seconds * (work.num_tokens + result.num_drafted) / rows for work, result in zip(works, results)]
         return StepBill(charges, [FREE] * len(works))
     slots = read = samples = 0
     for work, result in zip(works, results):

@@ -15,33 +15,27 @@ class Completion:
     """What the engine remembers of a live completion.
 
     Attributes:
+        choice: which of its prompt's completions it is.
         prompt_logprobs: as far as they are known, aligned with the prompt; None if they are not wanted, or told.
+        text, logprobs: what its reader gets of the step that is being committed, beside token ids.
     """
 
-    __slots__ = ("checker", "prompt_logprobs", "request")
+    __slots__ = ("checker", "choice", "logprobs", "prompt_logprobs", "request", "text")
 
     def __init__(
         self, request: Request, checker: StopChecker, prompt_logprobs: list[TokenLogprobs | None] | None
     ) -> None:
         self.request = request
         self.checker = checker
+        self.choice: int = request.params.choice
         self.prompt_logprobs = prompt_logprobs
+        self.text = ""
+        self.logprobs: tuple[TokenLogprobs, ...] = ()
 
     def take_prompt_logprobs(self) -> PromptLogprobs:
         """All of them, once."""
         known, self.prompt_logprobs = self.prompt_logprobs, None
         return tuple(known) if known else ()
-
-
-class Shown:
-    """What a completion's reader gets of a step beside token ids."""
-
-    __slots__ = ("completion", "logprobs", "text")
-
-    def __init__(self, completion: Completion, text: str, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        self.completion = completion
-        self.text = text
-        self.logprobs = logprobs
 
 
 class Completions:
@@ -62,11 +56,11 @@ class Completions:
         completion = self._live.pop(request_id, None)
         return None if completion is None else completion.request
 
-    def cut(self, result: StepResult) -> tuple[StepResult, list[Shown]]:
-        """A result as the core may commit it, without what stands behind a stop; and what is shown of it, of each live
-        completion that emits or ends. Results of others stay as they are.
+    def cut(self, result: StepResult) -> tuple[StepResult, list[Completion]]:
+        """A result as the core may commit it, without what stands behind a stop; and the live completions that emit or
+        end, which know what is shown of them. Results of others stay as they are.
         """
-        shown: list[Shown] = []
+        shown: list[Completion] = []
         sequences = []
         for sequence in result.sequences:
             completion = self._live.get(sequence.request_id)
@@ -75,7 +69,7 @@ class Completions:
             sequences.append(sequence)
         return replace(result, sequences=tuple(sequences)), shown
 
-    def _cut(self, completion: Completion, sequence: SequenceResult, shown: list[Shown]) -> SequenceResult:
+    def _cut(self, completion: Completion, sequence: SequenceResult, shown: list[Completion]) -> SequenceResult:
         known = completion.prompt_logprobs
         if known is not None:
             end = sequence.prompt_start + len(sequence.prompt_logprobs)
@@ -88,35 +82,37 @@ class Completions:
         if not token_ids and end_of_run is None:
             return sequence
         cut = completion.checker.cut(completion.request, token_ids, end_of_run)
-        logprobs = sequence.logprobs[: len(cut.token_ids)]
-        shown.append(Shown(completion, cut.text, logprobs))
+        logprobs = sequence.logprobs
+        if len(logprobs) > len(cut.token_ids):
+            logprobs = logprobs[: len(cut.token_ids)]
+        completion.text, completion.logprobs = cut.text, logprobs
+        shown.append(completion)
         if cut.finish is None and len(cut.token_ids) == len(sequence.token_ids):
             return sequence
         return replace(sequence, token_ids=cut.token_ids, logprobs=logprobs, finish=cut.finish)
 
-    def outputs(self, committed: tuple[RequestOutput, ...], shown: list[Shown]) -> list[Output]:
+    def outputs(self, committed: tuple[RequestOutput, ...], shown: list[Completion]) -> list[Output]:
         """What the core has committed, as readers get it.
 
         Args:
-            shown: of the same requests.
+            shown: by `cut`; of the same requests.
         """
         assert len(committed) == len(shown), (len(committed), len(shown))
         outputs = []
-        for core, seen in zip(committed, shown):
-            completion = seen.completion
+        for core, completion in zip(committed, shown):
             request = completion.request
             assert request.request_id == core.request_id, (request.request_id, core.request_id)
             outputs.append(
                 Output(
                     core.request_id,
                     request.num_cached_tokens,
-                    seen.text,
+                    completion.text,
                     core.token_ids,
                     core.token_offset,
                     core.finish,
                     core.stats,
-                    seen.logprobs,
-                    request.params.choice,
+                    completion.logprobs,
+                    completion.choice,
                     () if completion.prompt_logprobs is None else completion.take_prompt_logprobs(),
                 )
             )

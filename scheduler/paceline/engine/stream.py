@@ -13,6 +13,44 @@ from paceline.engine.reading import close, read_all, read_next
 from paceline.errors import PacelineError
 
 
+class Choice:
+    """What waits of one of a stream's completions.
+
+    Attributes:
+        first: that nobody has taken.
+        later: that came after it, and will be taken with it.
+        is_due: all that waits may be taken.
+        num_tokens: so far, those that were taken included.
+    """
+
+    __slots__ = ("first", "is_due", "later", "num_tokens")
+
+    def __init__(self) -> None:
+        self.first: Delta | None = None
+        self.later: list[Delta] = []
+        self.is_due = False
+        self.num_tokens = 0
+
+    def put(self, delta: Delta) -> None:
+        assert delta.token_offset == self.num_tokens, (self.num_tokens, delta)
+        if self.first is None:
+            self.first = delta
+        else:
+            assert (self.later or [self.first])[-1].finish is None, f"choice {delta.choice} goes on after its end"
+            self.later.append(delta)
+        self.num_tokens += len(delta.token_ids)
+
+    def take(self) -> Delta:
+        """All that waits, as one delta."""
+        delta = self.first
+        assert delta is not None
+        if self.later:
+            delta, self.later = join([delta, *self.later]), []
+        self.first = None
+        self.is_due = False
+        return delta
+
+
 class Stream:
     """A request's completions as they grow: iterate over their deltas.
 
@@ -37,6 +75,7 @@ class Stream:
     """
 
     __slots__ = (
+        "_choices",
         "_closed",
         "_due",
         "_error",
@@ -44,13 +83,11 @@ class Stream:
         "_listener",
         "_most_backlog",
         "_num_open",
-        "_num_tokens",
         "_num_unread",
         "_on_abandon",
         "_on_backlog",
         "_timer",
         "_waiter",
-        "_waiting",
         "backlog",
         "cached_prompt_tokens",
         "num_choices",
@@ -69,9 +106,8 @@ class Stream:
         self.num_choices = num_choices
         self.backlog = 0
         self._on_abandon = on_abandon
-        self._waiting: dict[int, list[Delta]] = {}  # by choice: what nobody has taken
-        self._due: dict[int, None] = {}  # choices that may be taken, longest due first
-        self._num_tokens = [0] * num_choices  # of each choice so far
+        self._choices = [Choice() for _ in range(num_choices)]
+        self._due: list[Choice] = []  # longest due first
         self._num_open = num_choices  # choices that may still grow
         self._num_unread = num_choices  # choices whose end the reader has not seen
         self._error: PacelineError | None = None
@@ -93,29 +129,23 @@ class Stream:
     @property
     def num_tokens(self) -> int:
         """Completion tokens so far, of all choices."""
-        return sum(self._num_tokens)
+        return sum([choice.num_tokens for choice in self._choices])
 
     def put(self, delta: Delta) -> None:
         """Add a delta to what waits to be read."""
-        choice, num_tokens = delta.choice, len(delta.token_ids)
         assert not self.ended, f"request {self.request_id} goes on after its end"
-        assert delta.token_offset == self._num_tokens[choice], (self.request_id, delta)
-        waiting = self._waiting.get(choice)
-        if waiting is None:
-            self._waiting[choice] = [delta]
-        else:
-            assert waiting[-1].finish is None, f"request {self.request_id}: choice {choice} goes on after its end"
-            waiting.append(delta)
+        choice = self._choices[delta.choice]
+        choice.put(delta)
         if delta.prompt_logprobs:
             self.prompt_logprobs = delta.prompt_logprobs
-        self._num_tokens[choice] += num_tokens
-        self._num_open -= delta.finish is not None
-        self.backlog += num_tokens
+        if delta.finish is not None:
+            self._num_open -= 1
+        self.backlog += len(delta.token_ids)
         if self._hold and not self._ends_hold(delta):
             if self._timer is None and self._hold < math.inf:
                 self._timer = asyncio.get_running_loop().call_later(self._hold, self._release)
         else:
-            self._due[choice] = None
+            self._make_due(choice)
             self._wake()
         if self.backlog > self._most_backlog and self._on_backlog is not None:
             self._on_backlog()
@@ -137,8 +167,15 @@ class Stream:
     def _release(self) -> None:
         """Everything that waits is due."""
         self._stop_timer()
-        self._due.update(dict.fromkeys(self._waiting))
+        for choice in self._choices:
+            if choice.first is not None:
+                self._make_due(choice)
         self._wake()
+
+    def _make_due(self, choice: Choice) -> None:
+        if not choice.is_due:
+            choice.is_due = True
+            self._due.append(choice)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -158,7 +195,7 @@ class Stream:
         the request fails before, it is dropped. A choice's end waits for nothing, nor do its first tokens, except where
         everything waits for the end.
         """
-        assert not self._waiting, "something has come already"
+        assert not self._anything_waits, "something has come already"
         self._hold = seconds
 
     @property
@@ -198,15 +235,17 @@ class Stream:
             if self._error is not None:
                 raise self._error
             return None
-        choice = next(iter(self._due))
-        del self._due[choice]
-        deltas = self._waiting.pop(choice)
-        delta = deltas[0] if len(deltas) == 1 else join(deltas)
+        delta = self._due.pop(0).take()
         self.backlog -= len(delta.token_ids)
-        self._num_unread -= delta.finish is not None
-        if not self._waiting:
+        if delta.finish is not None:
+            self._num_unread -= 1
+        if self._timer is not None and not self._anything_waits:
             self._stop_timer()
         return delta
+
+    @property
+    def _anything_waits(self) -> bool:
+        return any([choice.first is not None for choice in self._choices])
 
     @property
     def exhausted(self) -> bool:

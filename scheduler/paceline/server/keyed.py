@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from paceline.engine import Delta
 from paceline.errors import PacelineError
 from paceline.server.convert import write_error
 from paceline.server.delivery import Delivery
 from paceline.v1 import generation_pb2 as pb
+
+# A message is sent once it has about so many bytes: clients take 4 MiB, and what is behind gets its turn.
+FULL: Final = 1 << 19
 
 
 class Keyed:
@@ -22,14 +26,61 @@ class Keyed:
         ended: with the error that the stream ended with, if it did.
     """
 
-    __slots__ = ("delivery", "ended", "error", "key", "task")
+    __slots__ = ("_is_ready", "_ready", "delivery", "ended", "error", "key", "task")
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: int, ready: Ready) -> None:
         self.key = key
         self.task: asyncio.Task[None] | None = None
         self.delivery: Delivery | None = None
         self.error: PacelineError | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ready = ready
+        self._is_ready = False
+
+    def tell(self) -> None:
+        """It has something to tell: a delta, or an error."""
+        if not self._is_ready:
+            self._is_ready = True
+            self._ready.add(self)
+
+    def collect(self) -> None:
+        """All of that goes into a message now."""
+        self._is_ready = False
+
+
+class Ready:
+    """The generations of an RPC that have something to tell, longest first.
+
+    Args:
+        wake: set when there are some, after there were none.
+    """
+
+    __slots__ = ("_generations", "_wake")
+
+    def __init__(self, wake: asyncio.Event) -> None:
+        self._generations: list[Keyed] = []
+        self._wake = wake
+
+    def __len__(self) -> int:
+        return len(self._generations)
+
+    def add(self, keyed: Keyed) -> None:
+        if not self._generations:  # else the writer has been told
+            self._wake.set()
+        self._generations.append(keyed)
+
+    def collect(self, batch: Batch) -> list[Keyed]:
+        """Put what is ready into a message, or as much of it as fits. Those of which that was the last word."""
+        left = []
+        generations, self._generations = self._generations, []
+        for index, keyed in enumerate(generations):
+            if batch.size >= FULL:
+                self._generations[:0] = generations[index:]
+                break
+            keyed.collect()
+            if batch.add(keyed):
+                left.append(keyed)
+        return left
 
 
 class Batch:
@@ -40,16 +91,17 @@ class Batch:
         large: what takes long to write, for another thread: `write_large`.
     """
 
-    __slots__ = ("large", "message", "size")
+    __slots__ = ("_responses", "large", "message", "size")
 
     def __init__(self) -> None:
         self.message = pb.GenerateManyResponse()
         self.size = 0
         self.large: list[tuple[Delivery, Delta, pb.GenerateResponse]] = []
+        self._responses = self.message.responses
 
     def add(self, keyed: Keyed) -> bool:
         """Add what is ready of one generation. True if that was its last word."""
-        delivery, responses = keyed.delivery, self.message.responses
+        delivery, responses = keyed.delivery, self._responses
         if keyed.error is not None:
             responses.add(key=keyed.key, error=write_error(keyed.error))
             self.size += len(str(keyed.error))
@@ -63,11 +115,12 @@ class Batch:
                 self.size += _size(delta)
                 keyed_response = responses.add()
                 keyed_response.key = keyed.key
+                response = keyed_response.response
                 # Behind a large one in order, since only the first response of all tells of the start.
                 if delivery.takes_long(delta) or (large and large[-1][0] is delivery):
-                    large.append((delivery, delta, keyed_response.response))
+                    large.append((delivery, delta, response))
                 else:
-                    delivery.write(delta, keyed_response.response)
+                    delivery.write(delta, response)
         except PacelineError as error:
             # On the generation's way out it becomes the last word.
             keyed.ended.set_exception(error)

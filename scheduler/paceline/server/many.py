@@ -7,7 +7,6 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from typing import Final, TypeAlias
 
 import grpc
@@ -15,7 +14,7 @@ import grpc
 from paceline.errors import Cancelled, InvalidArgument, PacelineError, Reason, ResourceExhausted, Unavailable
 from paceline.server.calls import current_call, internal_error
 from paceline.server.delivery import Delivery
-from paceline.server.keyed import Batch, Keyed
+from paceline.server.keyed import Batch, Keyed, Ready
 from paceline.server.readers import Watch, send_headers
 from paceline.v1 import generation_pb2 as pb
 
@@ -23,8 +22,6 @@ from paceline.v1 import generation_pb2 as pb
 Deliver: TypeAlias = Callable[[pb.GenerateRequest, str], AbstractAsyncContextManager[Delivery]]
 
 MAX_LIVE: Final = 4096  # generations on one RPC
-# A message is sent once it has about so many bytes: clients take 4 MiB, and what is behind gets its turn.
-FULL: Final = 1 << 19
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +49,9 @@ class ManyGenerations:
         self._name = current_call().request_id
         self._numbers = itertools.count(1)
         self._live: dict[int, Keyed] = {}  # by key: their last response has not been collected
-        self._ready: dict[Keyed, None] = {}  # have something to tell, longest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()  # for the writer
+        self._ready = Ready(self._wake)
         self._has_room = asyncio.Event()  # for the reader
         self._closing = False
 
@@ -98,7 +95,7 @@ class ManyGenerations:
     def _start(self, key: int, request: pb.GenerateRequest) -> None:
         if key in self._live:
             raise InvalidArgument("key", key, "no key of a generation that is live on this stream")
-        keyed = Keyed(key)
+        keyed = Keyed(key, self._ready)
         name = f"{self._name}/{next(self._numbers)}"
         if len(self._live) >= MAX_LIVE:
             text = f"{MAX_LIVE} generations are live on this stream, and no more may be"
@@ -125,7 +122,7 @@ class ManyGenerations:
             async with self._deliver(request, name) as delivery:
                 keyed.delivery = delivery
                 self._watch.watch(delivery.stream)
-                delivery.stream.listen(partial(self._tell, keyed))
+                delivery.stream.listen(keyed.tell)
                 await keyed.ended
         except PacelineError as error:
             self._fail(keyed, error)
@@ -136,12 +133,7 @@ class ManyGenerations:
 
     def _fail(self, keyed: Keyed, error: PacelineError) -> None:
         keyed.error = error
-        self._tell(keyed)
-
-    def _tell(self, keyed: Keyed) -> None:
-        if not self._ready:  # else the writer has been told
-            self._wake.set()
-        self._ready[keyed] = None
+        keyed.tell()
 
     async def _write(self, reader: asyncio.Task[None]) -> None:
         begun = False
@@ -170,13 +162,8 @@ class ManyGenerations:
     async def _collect(self) -> pb.GenerateManyResponse:
         """A message with what is ready, or as much of it as fits."""
         batch = Batch()
-        ready, self._ready = list(self._ready), {}
-        for index, keyed in enumerate(ready):
-            if batch.size >= FULL:
-                self._ready = dict.fromkeys(ready[index:]) | self._ready
-                break
-            if batch.add(keyed):
-                self._leave(keyed)
+        for keyed in self._ready.collect(batch):
+            self._leave(keyed)
         if batch.large:
             await asyncio.to_thread(batch.write_large)
         return batch.message
