@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import random
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -15,11 +16,19 @@ from paceline.core.plan import Finish, FinishReason
 from paceline.core.request import Request
 from paceline.demo import TARGET
 from paceline.engine.detokenizer import Detokenizer
-from paceline.engine.stops import Cut, StopChecker
+from paceline.engine.stops import StopChecker
 from paceline.engine.tokenizer import Tokenizer
 
 EOS = 900
 PROMPT = (1, 2, 3)
+
+
+class Cut(NamedTuple):
+    """What a checker leaves of a run."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish: Finish | None
 
 
 def make_request(stop: StopParams, model_len: int = 200) -> Request:
@@ -36,7 +45,7 @@ def feed(
     checker = StopChecker(stop, tokenizer or ToyTokenizer(), PROMPT, (EOS,))
     cuts = []
     for run in runs:
-        cuts.append(checker.cut(request, run))
+        cuts.append(Cut(*checker.cut(request, run)))
         request.emit(cuts[-1].token_ids)
         if cuts[-1].finish is not None:
             break
@@ -155,7 +164,7 @@ class TestEndOfRun:
     END = Finish(FinishReason.DEAD_END, detail="why")
 
     def cut(self, stop: StopParams, token_ids: tuple[int, ...]) -> Cut:
-        return StopChecker(stop, ToyTokenizer(), PROMPT, (EOS,)).cut(make_request(stop), token_ids, self.END)
+        return Cut(*StopChecker(stop, ToyTokenizer(), PROMPT, (EOS,)).cut(make_request(stop), token_ids, self.END))
 
     @pytest.mark.parametrize("run", [(), ids("ab"), (*ids("ab"), 0xF0)])
     def test_it_ends_the_completion_and_nothing_stays_held_back(self, run: tuple[int, ...]) -> None:

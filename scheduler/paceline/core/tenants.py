@@ -32,11 +32,21 @@ class Tenant:
         queue: its waiting requests.
     """
 
-    __slots__ = ("_bucket", "_filled_at", "charged_seconds", "name", "num_running", "policy", "queue", "service")
+    __slots__ = (
+        "_bucket",
+        "_filled_at",
+        "_weight",
+        "charged_seconds",
+        "name",
+        "num_running",
+        "policy",
+        "queue",
+        "service",
+    )
 
     def __init__(self, name: str, policy: TenantPolicy, now: float) -> None:
         self.name = name
-        self.policy = policy
+        self.grant(policy)
         self.service = 0.0
         self.charged_seconds = 0.0
         self.num_running = 0
@@ -53,6 +63,11 @@ class Tenant:
         """Places that its requests would take."""
         return self.num_running + len(self.queue)
 
+    def grant(self, policy: TenantPolicy) -> None:
+        """Put another policy in place."""
+        self.policy = policy
+        self._weight = policy.weight  # `charge` is called for every request at every step
+
     def own(self, share: float) -> float:
         """Places that are its own, where so many are for a weight of 1: no fewer than make one request a few."""
         return max(share * self.policy.weight, 1.0 / LIGHT)
@@ -65,7 +80,7 @@ class Tenant:
         """
         self.charged_seconds += seconds
         if counts:
-            self.service += seconds / self.policy.weight
+            self.service += seconds / self._weight
         self._bucket -= tokens
 
     def spend(self, tokens: int) -> None:
@@ -206,7 +221,7 @@ class Tenants:
         """Put other policies in place, for what comes from now on; accounts stay."""
         self.policies, self.default = policies, default
         for tenant in self._tenants.values():
-            tenant.policy = policies.get(tenant.name) or default or tenant.policy
+            tenant.grant(policies.get(tenant.name) or default or tenant.policy)
 
     def _forget_idle(self) -> None:
         """Drop accounts without requests. Whose counter is above the level keeps it, lest it be forgiven, if there is

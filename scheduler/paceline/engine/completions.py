@@ -81,15 +81,15 @@ class Completions:
             token_ids, end_of_run = token_ids[: sequence.grammar_end], Finish(FinishReason.EOS)
         if not token_ids and end_of_run is None:
             return sequence
-        cut = completion.checker.cut(completion.request, token_ids, end_of_run)
+        kept, text, finish = completion.checker.cut(completion.request, token_ids, end_of_run)
         logprobs = sequence.logprobs
-        if len(logprobs) > len(cut.token_ids):
-            logprobs = logprobs[: len(cut.token_ids)]
-        completion.text, completion.logprobs = cut.text, logprobs
+        if len(logprobs) > len(kept):
+            logprobs = logprobs[: len(kept)]
+        completion.text, completion.logprobs = text, logprobs
         shown.append(completion)
-        if cut.finish is None and len(cut.token_ids) == len(sequence.token_ids):
+        if finish is None and len(kept) == len(sequence.token_ids):
             return sequence
-        return replace(sequence, token_ids=cut.token_ids, logprobs=logprobs, finish=cut.finish)
+        return replace(sequence, token_ids=kept, logprobs=logprobs, finish=finish)
 
     def outputs(self, committed: tuple[RequestOutput, ...], shown: list[Completion]) -> list[Output]:
         """What the core has committed, as readers get it.

@@ -12,23 +12,6 @@ from paceline.engine.stop_matcher import StopMatcher
 from paceline.engine.tokenizer import Tokenizer
 
 
-class Cut:
-    """What is left of a step's tokens.
-
-    Attributes:
-        token_ids: the tokens to emit: the first of the step's, so whatever else comes per token is cut at their number.
-        text: text that is safe to show now; not always that of `token_ids`, since text may be held back.
-        finish: set if the completion ends with these tokens.
-    """
-
-    __slots__ = ("finish", "text", "token_ids")
-
-    def __init__(self, token_ids: tuple[int, ...], text: str, finish: Finish | None = None) -> None:
-        self.token_ids = token_ids
-        self.text = text
-        self.finish = finish
-
-
 class StopChecker:
     """The stops of one request. Mutated by `cut`, once per step that emits.
 
@@ -70,13 +53,20 @@ class StopChecker:
         self._state = StopMatcher.START
         self._held = ""
 
-    def cut(self, request: Request, token_ids: tuple[int, ...], end_of_run: Finish | None = None) -> Cut:
+    def cut(
+        self, request: Request, token_ids: tuple[int, ...], end_of_run: Finish | None = None
+    ) -> tuple[tuple[int, ...], str, Finish | None]:
         """Cut a step's raw tokens, which follow the request's output, behind the one that ends the completion.
 
         Args:
             end_of_run: why nothing can follow these tokens, if nothing can: the completion ends with them, whatever
                 `min_tokens` is, unless a stop or a length among them ends it. A completion that is whole is so at its
                 last possible token, too.
+
+        Returns:
+            The tokens to emit: the first of the step's, so whatever else comes per token is cut at their number. Text
+            that is safe to show now; not always that of these tokens, since text may be held back. If the completion
+            ends with these tokens, why.
         """
         kept, finish = cut_run(request, token_ids, self._eos_token_ids)
         whole = end_of_run is not None and end_of_run.reason is FinishReason.EOS and kept == token_ids
@@ -93,10 +83,10 @@ class StopChecker:
             text, match = self._scan(self._matcher, piece, may_match=index >= first_stop)
             shown += text
             if match is not None:
-                return Cut(kept[: index + 1], shown, Finish(FinishReason.STOP_STRING, stop_string=match))
+                return kept[: index + 1], shown, Finish(FinishReason.STOP_STRING, stop_string=match)
         if finish is not None:
             shown += self._held + self._decoder.flush()
-        return Cut(kept, shown, finish)
+        return kept, shown, finish
 
     def _scan(self, matcher: StopMatcher, piece: str, may_match: bool) -> tuple[str, str | None]:
         """Text that is decided now that `piece` follows, and the stop string found in it."""
