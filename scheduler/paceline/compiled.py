@@ -55,6 +55,7 @@ MODULES: Final = (
     "engine/stream.py",
     "server/delivery.py",
     "server/keyed.py",
+    "server/watch.py",
     "sim/clock.py",
     "sim/counting_runner.py",
     "sim/order.py",

@@ -18,7 +18,8 @@ from paceline.engine import Delta, Stream
 from paceline.errors import NotFound
 from paceline.server import calls, many
 from paceline.server.delivery import Delivery
-from paceline.server.readers import ReaderBounds, watched
+from paceline.server.readers import watched
+from paceline.server.watch import ReaderBounds
 from paceline.sim import reference_output
 from paceline.v1 import generation_pb2 as pb
 from support.serving import MODEL, NUM_BLOCKS, PATIENCE, Serving, details_of, request, text_of

@@ -18,7 +18,8 @@ import pytest
 
 from paceline.engine import Delta, Stream
 from paceline.errors import ResourceExhausted
-from paceline.server.readers import ReaderBounds, watched
+from paceline.server.readers import watched
+from paceline.server.watch import ReaderBounds
 from paceline.sim import reference_output
 from paceline.v1 import generation_pb2 as pb
 from support.serving import PATIENCE, Serving, details_of, failure, request

@@ -22,7 +22,7 @@ from paceline.core.speculation import SpeculationControl
 from paceline.engine import AsyncEngine, ChatMessage, Engine
 from paceline.server import GrpcServer, ServerSettings
 from paceline.server.calls import Gate
-from paceline.server.readers import ReaderBounds
+from paceline.server.watch import ReaderBounds
 from paceline.sim import ScriptedRunner
 from paceline.sim.scripted_runner import VOCAB_SIZE
 from paceline.v1 import generation_pb2 as pb

@@ -27,10 +27,10 @@ from paceline.server.logs import log_access
 from paceline.server.metrics import Metrics
 from paceline.server.metrics_endpoint import MetricsEndpoint
 from paceline.server.model_service import MODEL_SERVICE, ModelService
-from paceline.server.readers import ReaderBounds
 from paceline.server.settings import ServerSettings
 from paceline.server.tenants import ServedTenants
 from paceline.server.tls import TlsFiles
+from paceline.server.watch import ReaderBounds
 from paceline.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
 logger = logging.getLogger(__name__)

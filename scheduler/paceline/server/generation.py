@@ -17,7 +17,8 @@ from paceline.server.convert import check_model, read_hold, read_request, read_r
 from paceline.server.delivery import Delivery
 from paceline.server.live import LiveGenerations
 from paceline.server.many import ManyGenerations
-from paceline.server.readers import ReaderBounds, send_headers, watched
+from paceline.server.readers import send_headers, watched
+from paceline.server.watch import ReaderBounds
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
 
@@ -56,9 +57,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         call = current_call()
         call.request_id = read_request_id(request) or call.request_id
         async with self._deliver(request, call.request_id, context) as delivery, watched(self._bounds) as watch:
-            watch.watch(delivery.stream)
-            begun = False
-            while (delta := await delivery.stream.get()) is not None:
+            stream, begun = delivery.stream, False
+            watch.watch(stream)
+            while not stream.exhausted:
+                delta = stream.take()
+                if delta is None:
+                    await stream.wait()
+                    continue
                 if not delivery.concerns(delta):
                     continue
                 response = pb.GenerateResponse()

@@ -15,7 +15,8 @@ from paceline.errors import Cancelled, InvalidArgument, PacelineError, Reason, R
 from paceline.server.calls import current_call, internal_error
 from paceline.server.delivery import Delivery
 from paceline.server.keyed import Batch, Keyed, Ready
-from paceline.server.readers import Watch, send_headers
+from paceline.server.readers import send_headers
+from paceline.server.watch import Watch
 from paceline.v1 import generation_pb2 as pb
 
 # The generation that a message asks for, by the name that it gets if the message has none.
