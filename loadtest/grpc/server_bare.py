@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,6 +23,7 @@ class Bare(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self) -> None:
         self.steps = 0
         self.tokens = 0
+        self.freed: list[float] = []  # when streams ended, in seconds of `time.monotonic()`
         self._next = asyncio.Event()
 
     async def run(self) -> None:
@@ -36,16 +38,19 @@ class Bare(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         sent, began = 0, self.steps
-        while True:
-            if self.steps - began == sent:
-                await self._next.wait()
-            new = self.steps - began - sent
-            response = pb.GenerateResponse()
-            response.token_offset = sent
-            response.text = TOKEN * new
-            await context.write(response)
-            sent += new
-            self.tokens += new
+        try:
+            while True:
+                if self.steps - began == sent:
+                    await self._next.wait()
+                new = self.steps - began - sent
+                response = pb.GenerateResponse()
+                response.token_offset = sent
+                response.text = TOKEN * new
+                await context.write(response)
+                sent += new
+                self.tokens += new
+        finally:
+            self.freed.append(time.monotonic())
 
     async def GenerateMany(self, requests: AsyncIterator[pb.GenerateManyRequest], context: Any) -> None:
         began: dict[int, int] = {}  # key -> the step before its first
@@ -85,7 +90,7 @@ async def main() -> None:
     await server.start()
     steps = asyncio.create_task(bare.run())
     print(port, flush=True)
-    await answer_stdin(lambda: {"engine_seconds": 0.0, "tokens": bare.tokens})
+    await answer_stdin(lambda: {"engine_seconds": 0.0, "tokens": bare.tokens, "freed": bare.freed})
     steps.cancel()
     await server.stop(0)
 
