@@ -12,6 +12,7 @@ from paceline.core.method import Method
 from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
 from paceline.engine import Delta, Stream
+from paceline.engine.reading import read_next
 from paceline.errors import Cancelled, EngineDead
 
 FINISH = Finish(FinishReason.MAX_TOKENS)
@@ -166,6 +167,18 @@ class TestSeveralChoices:
         assert await anext(reader) == Delta("aa", (2, 6), 0, choice=0)
         assert await anext(reader) == Delta("b", (5,), 3, choice=1)
 
+    async def test_what_was_held_is_due_at_once_choice_by_choice(self) -> None:
+        stream, _ = make_stream(3)
+        stream.hold(0.02)
+        for choice in (2, 0):
+            stream.put(Delta("a", (1,), 0, choice=choice))
+            assert stream.take() == Delta("a", (1,), 0, choice=choice), "first tokens wait for nothing"
+        for choice in (2, 0):
+            stream.put(Delta("b", (2,), 1, choice=choice))
+            assert stream.take() is None
+        await stream.wait()
+        assert [stream.take() for _ in range(3)] == [*(Delta("b", (2,), 1, choice=choice) for choice in (0, 2)), None]
+
     async def test_a_slow_reader_costs_one_delta_of_each(self) -> None:
         stream, _ = make_stream(4)
         for index in range(100):
@@ -265,7 +278,7 @@ class TestHolding:
             stream.put(Delta("b", (2,), first))
             stream.put(Delta("c", (3,), first + 1))
             assert stream.take() is None
-            assert await stream.get() == Delta("bc", (2, 3), first)
+            assert await read_next(stream) == Delta("bc", (2, 3), first)
         await stream.aclose()
 
     async def test_each_choice_for_itself(self) -> None:
@@ -293,7 +306,7 @@ class TestHolding:
         assert stream.take() is None
         stream.fail(EngineDead("dead"))  # and with it goes what the other had
         with pytest.raises(EngineDead):
-            await stream.get()
+            await read_next(stream)
 
     async def test_what_was_held_comes_before_the_error(self) -> None:
         stream, _ = make_stream()
@@ -354,4 +367,4 @@ class TestListening:
         stream.fail(Cancelled("gone"))
         assert told == []
         assert stream.take() is None
-        assert await stream.get() is None
+        assert await read_next(stream) is None

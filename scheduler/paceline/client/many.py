@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import TracebackType
-from typing import Final, Self, TypeAlias, Unpack
+from typing import Any, Final, Self, TypeAlias, Unpack
 
 import grpc
 import grpc.aio
 
-from paceline.client.errors import RpcError, error_for, own_errors
+from paceline.client.errors import RpcError, error_for, from_grpc, own_errors
 from paceline.client.generation import GenerateCall, Generation
 from paceline.client.request import GenerateOptions, Prompt, build_request
 from paceline.client.results import seconds
@@ -100,7 +100,9 @@ class _Stream:
     def __init__(self, open_stream: OpenStream) -> None:
         self._lanes: dict[int, _Lane] = {}
         self._requests: asyncio.Queue[pb.GenerateManyRequest | None] = asyncio.Queue()
+        self._status: RpcError | None = None  # as it came
         self._call = open_stream(self._outgoing())
+        self._call.add_done_callback(self._remember)
         self._reader = asyncio.create_task(self._read(), name="paceline-many")
         self.ended = False
 
@@ -130,13 +132,27 @@ class _Stream:
                     for keyed in message.responses:
                         self._hand_out(keyed)
         except RpcError as failure:
-            error = _hidden(failure)
+            error = self._unhidden(failure)
         finally:
             self.ended = True
             self._requests.put_nowait(None)  # the RPC's own reader of requests ends, too
             for lane in self._lanes.values():
                 lane.put(error)
             self._lanes.clear()
+
+    def _remember(self, call: ManyCall) -> None:
+        """Called by gRPC as soon as it has the status, which none of these has to be waited for."""
+        code, details, metadata = (_returned(part) for part in (call.code(), call.details(), call.trailing_metadata()))
+        if code is not grpc.StatusCode.OK:
+            self._status = from_grpc(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details))
+
+    def _unhidden(self, failure: RpcError) -> RpcError:
+        """Where a write meets the end of the stream on its way, gRPC puts its own failure in place of the status."""
+        if not _is_of_a_write(failure):
+            return failure
+        if self._status is not None and not _is_of_a_write(self._status):
+            return self._status
+        return error_for(grpc.StatusCode.UNAVAILABLE, "the stream ended while a request was on its way")
 
     def _hand_out(self, keyed: pb.KeyedResponse) -> None:
         lane = self._lanes.get(keyed.key)
@@ -187,13 +203,17 @@ class _Lane:
             yield item
 
 
-def _hidden(failure: RpcError) -> RpcError:
-    """Where a write meets the end of the stream on its way, gRPC loses the status and reports its own failure instead.
-    The next stream shows the status, if it stands.
-    """
-    if failure.code is grpc.StatusCode.INTERNAL and failure.message == _CORE_FAILED:
-        return error_for(grpc.StatusCode.UNAVAILABLE, "the stream ended while a request was on its way")
-    return failure
+def _is_of_a_write(failure: RpcError) -> bool:
+    return failure.code is grpc.StatusCode.INTERNAL and failure.message == _CORE_FAILED
+
+
+def _returned(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("it waits")
 
 
 def _read_error(message: pb.GenerationError) -> RpcError:

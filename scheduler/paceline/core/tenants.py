@@ -46,7 +46,8 @@ class Tenant:
 
     def __init__(self, name: str, policy: TenantPolicy, now: float) -> None:
         self.name = name
-        self.grant(policy)
+        self.policy = policy
+        self._weight = policy.weight  # `charge` is called for every request at every step
         self.service = 0.0
         self.charged_seconds = 0.0
         self.num_running = 0
@@ -66,7 +67,7 @@ class Tenant:
     def grant(self, policy: TenantPolicy) -> None:
         """Put another policy in place."""
         self.policy = policy
-        self._weight = policy.weight  # `charge` is called for every request at every step
+        self._weight = policy.weight
 
     def own(self, share: float) -> float:
         """Places that are its own, where so many are for a weight of 1: no fewer than make one request a few."""

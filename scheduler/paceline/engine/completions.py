@@ -17,7 +17,7 @@ class Completion:
     Attributes:
         choice: which of its prompt's completions it is.
         prompt_logprobs: as far as they are known, aligned with the prompt; None if they are not wanted, or told.
-        text, logprobs: what its reader gets of the step that is being committed, beside token ids.
+        text, logprobs: what its reader gets of the last step in which it emitted or ended, beside token ids.
     """
 
     __slots__ = ("checker", "choice", "logprobs", "prompt_logprobs", "request", "text")
@@ -58,7 +58,7 @@ class Completions:
 
     def cut(self, result: StepResult) -> tuple[StepResult, list[Completion]]:
         """A result as the core may commit it, without what stands behind a stop; and the live completions that emit or
-        end, which know what is shown of them. Results of others stay as they are.
+        end, which know what is shown of them until the next step. Results of others stay as they are.
         """
         shown: list[Completion] = []
         sequences = []

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 from paceline.engine.delta import Delta, Output, PromptLogprobs, join
-from paceline.engine.reading import close, read_all, read_next
+from paceline.engine.reading import close, read_all
 from paceline.errors import PacelineError
 
 
@@ -36,7 +36,8 @@ class Choice:
         if self.first is None:
             self.first = delta
         else:
-            assert (self.later or [self.first])[-1].finish is None, f"choice {delta.choice} goes on after its end"
+            newest = self.later[-1] if self.later else self.first
+            assert newest.finish is None, f"choice {delta.choice} goes on after its end: {delta}"
             self.later.append(delta)
         self.num_tokens += len(delta.token_ids)
 
@@ -62,7 +63,7 @@ class Stream:
     else runs, and also if reading never began, so use `async with contextlib.aclosing(stream)`; the others may take one
     turn of the event loop. One reader at a time; everything happens on the loop's thread.
 
-    A reader iterates, or awaits `get`, or asks to be told by `listen` and then takes what there is with `take`.
+    A reader iterates, or takes what there is by `take`; until there is more it awaits `wait`, or is told by `listen`.
 
     Attributes:
         request_id: the engine's id of the first completion.
@@ -114,7 +115,7 @@ class Stream:
         self._closed = False  # nobody reads any more
         self._hold = 0.0
         self._timer: asyncio.TimerHandle | None = None  # runs while something is held
-        self._waiter: asyncio.Future[None] | None = None  # of `get`
+        self._waiter: asyncio.Future[None] | None = None  # of `wait`
         self._listener: Callable[[], None] | None = None
         self._most_backlog = sys.maxsize
         self._on_backlog: Callable[[], None] | None = None
@@ -165,7 +166,7 @@ class Stream:
         return delta.finish is not None or (delta.token_offset == 0 and self._hold < math.inf)
 
     def _release(self) -> None:
-        """Everything that waits is due."""
+        """Everything that waits is due, at once: choice by choice."""
         self._stop_timer()
         for choice in self._choices:
             if choice.first is not None:
@@ -215,10 +216,6 @@ class Stream:
 
     def __aiter__(self) -> AsyncGenerator[Delta, None]:
         return read_all(self)
-
-    def get(self) -> Coroutine[Any, Any, Delta | None]:
-        """The next delta, once one is due; None behind the last, and after `aclose`. Raises the stream's error."""
-        return read_next(self)
 
     def wait(self) -> asyncio.Future[None]:
         """Done once `take` may have more to give or to raise."""

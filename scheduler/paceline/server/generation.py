@@ -59,7 +59,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         async with self._deliver(request, call.request_id, context) as delivery, watched(self._bounds) as watch:
             stream, begun = delivery.stream, False
             watch.watch(stream)
-            while not stream.exhausted:
+            while not stream.exhausted:  # not `async for`, which has a coroutine for each delta
                 delta = stream.take()
                 if delta is None:
                     await stream.wait()

@@ -24,9 +24,10 @@ class Keyed:
         delivery: None until the engine has taken it.
         error: its last word, if it failed.
         ended: with the error that the stream ended with, if it did.
+        is_ready: it has something to tell, and waits in `Ready` for its turn.
     """
 
-    __slots__ = ("_is_ready", "_ready", "delivery", "ended", "error", "key", "task")
+    __slots__ = ("_ready", "delivery", "ended", "error", "is_ready", "key", "task")
 
     def __init__(self, key: int, ready: Ready) -> None:
         self.key = key
@@ -34,18 +35,14 @@ class Keyed:
         self.delivery: Delivery | None = None
         self.error: PacelineError | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_ready = False
         self._ready = ready
-        self._is_ready = False
 
     def tell(self) -> None:
         """It has something to tell: a delta, or an error."""
-        if not self._is_ready:
-            self._is_ready = True
+        if not self.is_ready:
+            self.is_ready = True
             self._ready.add(self)
-
-    def collect(self) -> None:
-        """All of that goes into a message now."""
-        self._is_ready = False
 
 
 class Ready:
@@ -70,17 +67,17 @@ class Ready:
         self._generations.append(keyed)
 
     def collect(self, batch: Batch) -> list[Keyed]:
-        """Put what is ready into a message, or as much of it as fits. Those of which that was the last word."""
-        left = []
+        """Put what is ready into a message, or as much of it as fits. Returns the generations that end with it."""
+        ended = []
         generations, self._generations = self._generations, []
         for index, keyed in enumerate(generations):
             if batch.size >= FULL:
                 self._generations[:0] = generations[index:]
                 break
-            keyed.collect()
+            keyed.is_ready = False
             if batch.add(keyed):
-                left.append(keyed)
-        return left
+                ended.append(keyed)
+        return ended
 
 
 class Batch:

@@ -1,4 +1,4 @@
-"""The end of an RPC whose client falls too far behind."""
+"""What an RPC does around its writes: its headers come first, and it ends if its client falls too far behind."""
 
 from __future__ import annotations
 
