@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import TypeAlias
 
 import pytest
@@ -65,6 +66,17 @@ class Talk:
                 self._output += data.decode()
         before, self._output = self._output[: match.start()], self._output[match.end() :]
         return before
+
+    async def interrupt(self, pattern: str) -> str:
+        """Ctrl-C, and `hear`. Between a prompt and the read behind it a signal is noted and then sleeps with the read,
+        until another one comes.
+        """
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                self.process.send_signal(signal.SIGINT)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(5.0):
+                        return await self.hear(pattern)
 
     async def ask(self, line: str) -> list[str]:
         """The lines up to the next prompt."""
@@ -155,8 +167,7 @@ async def test_the_end_of_the_input_is_the_end(free: Serving, chat: StartChat) -
 
 async def test_control_c_stops_the_answer_and_not_the_program(serving: Serving, chat: StartChat) -> None:
     talk = await chat(serving.address)
-    talk.process.send_signal(signal.SIGINT)
-    assert await talk.hear(r"/exit or Ctrl-D leaves\n> ") == "\n"
+    assert await talk.interrupt(r"/exit or Ctrl-D leaves\n> ") == "\n"
 
     talk.say("hello")
     serving.runner.allow(2)
