@@ -194,14 +194,19 @@ async def test_health_is_for_everybody(served: Serving) -> None:
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def services(call: Any) -> list[reflection_pb2.ServerReflectionResponse]:
+    """All that reflection answers to one question: what is served."""
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    await call.done_writing()
+    return [response async for response in call]
+
+
 @pytest.mark.parametrize(("key", "code"), [(CHAT, OK), (WRONG, UNAUTHENTICATED), (None, UNAUTHENTICATED)])
 async def test_reflection_is_for_those_who_may_call(served: Serving, key: str | None, code: grpc.StatusCode) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
     call = stub.ServerReflectionInfo(metadata=bearer(key) if key else ())
     if code is OK:
-        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-        assert await call.read()
-        await call.done_writing()
+        assert await services(call)
     else:  # nothing is written: a write that meets the refusal on its way hides the refusal
         assert (await refused(call))[0] is code
 
@@ -220,9 +225,7 @@ async def test_services_that_are_turned_off(health: bool, reflection: bool) -> N
                 await check
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         if reflection:
-            await info.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            answer = await info.read()
-            await info.done_writing()
+            [answer] = await services(info)
             names = {service.name for service in answer.list_services_response.service}
             assert ("grpc.health.v1.Health" in names) == health
         else:

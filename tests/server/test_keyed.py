@@ -44,7 +44,7 @@ async def test_what_does_not_fit_goes_first_in_the_next_message(ready: Ready) ->
     assert len(ready) == 0
 
 
-async def test_the_writer_is_woken_by_the_first_that_has_something(ready: Ready) -> None:
+async def test_the_writer_is_woken_by_the_first_that_has_something() -> None:
     wake = asyncio.Event()
     ready = Ready(wake)
     first, second = (generation(key, ready)[1] for key in range(2))
