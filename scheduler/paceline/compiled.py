@@ -53,6 +53,7 @@ MODULES: Final = (
     "engine/stop_matcher.py",
     "engine/stops.py",
     "engine/stream.py",
+    "engine/turns.py",
     "server/delivery.py",
     "server/keyed.py",
     "server/watch.py",

@@ -13,6 +13,7 @@ from paceline.core.plan import StepPlan, StepResult
 from paceline.engine.engine import Engine
 from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stream import Stream, publish
+from paceline.engine.turns import Turns
 from paceline.errors import Cancelled, DeadlineExceeded, EngineDead, PacelineError, Reason, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class AsyncEngine:
         self.lag = lag
         self.on_death: list[Callable[[EngineDead], None]] = []
         self._streams: dict[int, Stream] = {}  # by the id of each live completion
+        self._turns = Turns()
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()  # no request is live
         self._empty.set()
@@ -96,7 +98,7 @@ class AsyncEngine:
             prepared = self.engine.prepare(request)
         self._check_time(request)
         request_id = self.engine.add(request, prepared)
-        stream = Stream(request_id, len(prepared.prompt_token_ids), self._abandon, request.n)
+        stream = Stream(request_id, len(prepared.prompt_token_ids), self._abandon, request.n, self._turns)
         self._streams.update((request_id + choice, stream) for choice in range(request.n))
         self._empty.clear()
         self._wake.set()

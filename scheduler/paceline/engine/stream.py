@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.engine.delta import Delta, Output, PromptLogprobs, join
 from paceline.engine.reading import close, read_all
+from paceline.engine.turns import Reader, Turns
 from paceline.errors import PacelineError
 
 
@@ -87,8 +88,8 @@ class Stream:
         "_num_unread",
         "_on_abandon",
         "_on_backlog",
+        "_reader",
         "_timer",
-        "_waiter",
         "backlog",
         "cached_prompt_tokens",
         "num_choices",
@@ -98,7 +99,12 @@ class Stream:
     )
 
     def __init__(
-        self, request_id: int, prompt_tokens: int, on_abandon: Callable[[int], None], num_choices: int = 1
+        self,
+        request_id: int,
+        prompt_tokens: int,
+        on_abandon: Callable[[int], None],
+        num_choices: int = 1,
+        turns: Turns | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -115,7 +121,7 @@ class Stream:
         self._closed = False  # nobody reads any more
         self._hold = 0.0
         self._timer: asyncio.TimerHandle | None = None  # runs while something is held
-        self._waiter: asyncio.Future[None] | None = None  # of `wait`
+        self._reader = Reader(turns)
         self._listener: Callable[[], None] | None = None
         self._most_backlog = sys.maxsize
         self._on_backlog: Callable[[], None] | None = None
@@ -186,8 +192,8 @@ class Stream:
     def _wake(self) -> None:
         if self._listener is not None:
             self._listener()
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        else:
+            self._reader.wake()
 
     # -- the reader's side --------------------------------------------------------------------------------------------
 
@@ -219,8 +225,7 @@ class Stream:
 
     def wait(self) -> asyncio.Future[None]:
         """Done once `take` may have more to give or to raise."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        return self._waiter
+        return self._reader.sleep()
 
     def take(self) -> Delta | None:
         """All that is due of one choice, as one delta; None if nothing is. Raises the stream's error once nothing is
@@ -258,7 +263,8 @@ class Stream:
         self._closed = True
         self._stop_timer()
         self._listener = None
-        self._wake()
+        self._reader.leave()
+        self._reader.wake_now()
         if not self.ended:
             self._on_abandon(self.request_id)
 
