@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +21,7 @@ def request(
     """A request with a prompt of 4 tokens and a model of 12."""
     harness = Harness(SchedulerConfig(num_blocks=4, max_model_len=12))
     made = harness.add(4, max_tokens, stop_ids=stop_ids, ignore_eos=ignore_eos)
-    made.stop = replace(made.stop, min_tokens=min_tokens)
+    made.min_tokens = min_tokens
     return made
 
 

@@ -118,7 +118,7 @@ async def test_with_lag_the_next_step_is_planned_while_one_runs() -> None:
             stream = await served.submit(make_request())
             await until(lambda gated=gated: gated.started == 1)  # type: ignore[misc]
             await turns()
-            assert engine.scheduler._num_outstanding == most
+            assert len(engine.scheduler._outstanding) == most
             gated.gate.release(1000)
             await read(stream)
 

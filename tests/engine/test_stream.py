@@ -13,6 +13,7 @@ from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
 from paceline.engine import Delta, Stream
 from paceline.engine.reading import read_next
+from paceline.engine.turns import Sleeper
 from paceline.errors import Cancelled, EngineDead
 
 FINISH = Finish(FinishReason.MAX_TOKENS)
@@ -321,28 +322,35 @@ class TestHolding:
     async def test_no_timer_outlives_the_reader(self) -> None:
         stream, _ = make_stream()
         stream.hold(0.001)
-        told: list[None] = []
-        stream.listen(lambda: told.append(None))
+        reader = Sleeper(None)
+        stream.listen(reader)
+        told = reader.sleep()
         stream.put(Delta("a", (1,), 0))
+        assert told.done()
         stream.take()
+        told = reader.sleep()
         stream.put(Delta("b", (2,), 1))
         await stream.aclose()
         await asyncio.sleep(0.01)
-        assert len(told) == 1
+        assert not told.done()
 
 
 class TestListening:
     async def test_told_of_all_that_may_be_taken(self) -> None:
         stream, _ = make_stream()
-        told: list[None] = []
+        reader = Sleeper(None)
+        told = reader.sleep()
         stream.put(Delta("a", (1,), 0))
-        stream.listen(lambda: told.append(None))
-        assert len(told) == 1
+        stream.listen(reader)
+        assert told.done()
+        told = reader.sleep()
         stream.put(Delta("b", (2,), 1))
+        assert told.done()
         assert stream.take() == Delta("ab", (1, 2), 0)
         assert stream.take() is None
+        told = reader.sleep()
         stream.fail(EngineDead("dead"))
-        assert len(told) == 3
+        assert told.done()
         with pytest.raises(EngineDead):
             stream.take()
 
@@ -361,10 +369,11 @@ class TestListening:
 
     async def test_nothing_is_told_to_who_has_left(self) -> None:
         stream, _ = make_stream()
-        told: list[None] = []
-        stream.listen(lambda: told.append(None))
+        reader = Sleeper(None)
+        stream.listen(reader)
+        told = reader.sleep()
         await stream.aclose()
         stream.fail(Cancelled("gone"))
-        assert told == []
+        assert not told.done()
         assert stream.take() is None
         assert await read_next(stream) is None

@@ -8,13 +8,13 @@ from contextlib import aclosing
 
 from paceline.core.plan import Finish, FinishReason
 from paceline.engine import Delta, Stream
-from paceline.engine.turns import LEAST_ROOM, MOST_AWAKE, TURN_SECONDS, Reader, Turns
+from paceline.engine.turns import LEAST_ROOM, MOST_AWAKE, TURN_SECONDS, Sleeper, Turns
 
 NUM_READERS = 3 * MOST_AWAKE
 
 
-def asleep(turns: Turns, count: int = NUM_READERS) -> tuple[list[Reader], list[asyncio.Future[None]]]:
-    readers = [Reader(turns) for _ in range(count)]
+def asleep(turns: Turns, count: int = NUM_READERS) -> tuple[list[Sleeper], list[asyncio.Future[None]]]:
+    readers = [Sleeper(turns) for _ in range(count)]
     return readers, [reader.sleep() for reader in readers]
 
 

@@ -21,7 +21,7 @@ async def ready() -> Ready:
 def generation(key: int, ready: Ready) -> tuple[Keyed, Stream]:
     keyed, stream = Keyed(key, ready), Stream(key, 5, lambda request_id: None)
     keyed.delivery = Delivery(stream, pb.Started(), pb.OUTPUT_CONTENT_TEXT)
-    stream.listen(keyed.tell)
+    stream.listen(keyed)
     return keyed, stream
 
 
@@ -61,7 +61,7 @@ async def test_the_writer_is_woken_by_the_first_that_has_something() -> None:
 async def test_one_that_fails_before_it_has_begun(ready: Ready) -> None:
     keyed = Keyed(7, ready)
     keyed.error = Cancelled("the client has cancelled the generation")
-    keyed.tell()
-    keyed.tell()
+    keyed.wake()
+    keyed.wake()
     assert collect(ready) == ([7], [7])
     assert collect(ready) == ([], [])

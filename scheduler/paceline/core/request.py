@@ -57,9 +57,11 @@ class Request:
         num_known_blocks, num_drafted_blocks: leading blocks that the prefix cache was told of, and whose draft KV.
         depth: drafts verified in the last decode.
         counts_by_method: what speculation brought, by who drafted; NONE for verify steps without drafts.
+        counts_without_drafts: those of NONE.
         pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan
             outstanding).
         siblings: the live completions of the same prompt, itself included, which share the prompt's KV.
+        companion: what somebody keeps beside it, and finds again by it. The core never looks at it.
     """
 
     def __init__(
@@ -80,6 +82,10 @@ class Request:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.stop = stop
+        # What is asked for every token stands here, too, and not only behind another object.
+        self.stop_token_ids = stop.token_ids
+        self.ignore_eos = stop.ignore_eos
+        self.min_tokens = stop.min_tokens
         self.speculation = speculation
         self.arrival = arrival
         self.methods = methods
@@ -99,12 +105,13 @@ class Request:
         self.block_keys: list[bytes] = []
         self.num_known_blocks = 0
         self.num_drafted_blocks = 0
-        self.pending: list[SequenceWork] = []
+        self.pending: tuple[SequenceWork, ...] = ()
         self.siblings = {} if siblings is None else siblings
         self.siblings[request_id] = self
 
         self.residuals = {method: Residual() for method in methods}
         self.counts_by_method = defaultdict[Method, SpeculationCounts](SpeculationCounts)
+        self.counts_without_drafts = self.counts_by_method[NO_METHOD]
         self.depth = 0
         self.steps_without_drafts = 0
         self.num_preemptions = 0
@@ -113,6 +120,7 @@ class Request:
         self.charged_seconds = 0.0
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
+        self.companion: object = None
 
     @property
     def counts(self) -> SpeculationCounts:

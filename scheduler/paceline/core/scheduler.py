@@ -12,7 +12,7 @@ known only within bounds (`Request.most_tokens`), and blocks are allocated for t
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -34,7 +34,7 @@ from paceline.core.params import (
 )
 from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.core.prefixes import Prefixes
-from paceline.core.request import RUNNING, Request, RequestOutput, RequestStats, RequestStatus
+from paceline.core.request import FINISHED, RUNNING, Request, RequestOutput, RequestStats, RequestStatus
 from paceline.core.service_rate import ServiceRate
 from paceline.core.slowdown import LEAST_ROWS, Slowdown
 from paceline.core.speculation import SpeculationControl
@@ -55,6 +55,22 @@ from paceline.errors import (
 
 NOBODY: Final[frozenset[str]] = frozenset()
 MAX_OUTSTANDING: Final = 2  # the plan that runs and the one made meanwhile
+
+
+class Outstanding:
+    """A plan whose result is still to come.
+
+    Attributes:
+        requests: of each of its works.
+        light: tenants for whom the step is kept short, if it is.
+    """
+
+    __slots__ = ("light", "requests", "step_id")
+
+    def __init__(self, step_id: int, requests: list[Request], light: frozenset[str]) -> None:
+        self.step_id = step_id
+        self.requests = requests
+        self.light = light
 
 
 class Scheduler:
@@ -84,13 +100,11 @@ class Scheduler:
         self.requests: dict[int, Request] = {}
         self._last_in_turn = -1  # of the crowd's requests
         self._saved_seconds = 0.0  # for the crowd, by the last step
-        self._kept_short: dict[int, frozenset[str]] = {}  # outstanding steps by number, and for which tenants
         self._paced: dict[int, float] = {}  # seconds per token that running requests want at most
-        self._leaving: dict[int, Request] = {}  # that ended with a result still to come
         self.refused: list[tuple[int, PacelineError]] = []
         self._released: list[int] = []  # the runner still mirrors these
         self._num_steps = 0
-        self._num_outstanding = 0
+        self._outstanding: deque[Outstanding] = deque()  # oldest first
 
     # -- requests in and out -------------------------------------------------------------------------------------------
 
@@ -287,7 +301,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step. The plan may hold no work, if none can be planned before an outstanding result is in."""
-        assert self._num_outstanding < MAX_OUTSTANDING, "more than one plan is outstanding"
+        assert len(self._outstanding) < MAX_OUTSTANDING, "more than one plan is outstanding"
         for request, late in self.deadlines.expired(self.requests, now):
             self._refuse(request, late)
         step = StepBuilder(self.config.max_num_batched_tokens, self._prompt_budget())
@@ -301,18 +315,25 @@ class Scheduler:
             return self.schedule(now)
         if not step.shares:
             return StepPlan(self._num_steps, (), (), ())
-        works = []
-        for share in step.shares.values():
-            work = share.work()
-            share.request.pending.append(work)
+        works, requests = [], []
+        for share in step.shares:
+            work, request = share.work(), share.request
+            request.pending += (work,)
             works.append(work)
+            requests.append(request)
         plan = StepPlan(self._num_steps, tuple(self._released), tuple(step.admitted), tuple(works))
         self._released.clear()
-        if step.slowdown is not None:
-            self._kept_short[self._num_steps] = step.light
+        self._outstanding.append(
+            Outstanding(self._num_steps, requests, NOBODY if step.slowdown is None else step.light)
+        )
         self._num_steps += 1
-        self._num_outstanding += 1
         return plan
+
+    def requests_of(self, plan: StepPlan) -> list[Request]:
+        """Of each work of the plan that is next to be updated; they may have ended since it was made."""
+        oldest = self._outstanding[0]
+        assert plan.step_id == oldest.step_id, (plan.step_id, oldest.step_id)
+        return oldest.requests
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> tuple[RequestOutput, ...]:
         """Commit a step's result; plans are updated in the order in which they were made.
@@ -322,22 +343,23 @@ class Scheduler:
         """
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         assert len(plan.work) == len(result.sequences), (len(plan.work), len(result.sequences))
-        self._num_outstanding -= 1
-        light = self._kept_short.pop(plan.step_id, NOBODY)
-        live = [self.requests.get(work.request_id) for work in plan.work]
-        charges = self.speculation.observe(plan, result, live)
+        requests = self.requests_of(plan)
+        light = self._outstanding.popleft().light
+        charges = self.speculation.observe(plan, result, requests)
         self.rate.step(plan.work, result.sequences, charges, result.times.total)
         outputs = []
-        for work, sequence, request, seconds in zip(plan.work, result.sequences, live, charges):
+        for work, sequence, request, seconds in zip(plan.work, result.sequences, requests, charges):
             assert work.request_id == sequence.request_id, (work, sequence)
-            if request is None:
-                self._charge_leaving(work.request_id, seconds, now, light)
+            assert request.pending[0] is work, (request.pending, work)
+            request.pending = request.pending[1:]
+            # The crowd, which takes less of such a step than it might, shall not find itself owed for that.
+            counts = request.tenant not in light
+            if request.status is FINISHED:
+                # What was computed for one that has ended meanwhile is paid for all the same.
+                self.tenants.get(request.tenant, now).charge(seconds, counts=counts)
                 continue
             request.charged_seconds += seconds
-            # The crowd, which takes less of such a step than it might, shall not find itself owed for that.
-            self.tenants[request.tenant].charge(seconds, len(sequence.token_ids), counts=request.tenant not in light)
-            planned = request.pending.pop(0)
-            assert planned is work, (planned, work)
+            self.tenants[request.tenant].charge(seconds, len(sequence.token_ids), counts=counts)
             output = self._commit(request, work, sequence, now)
             if output is not None:
                 outputs.append(output)
@@ -437,7 +459,7 @@ class Scheduler:
 
     def _limit_slowdown(self, step: StepBuilder) -> None:
         """From here on the crowd fills the step, if a light tenant decodes in it."""
-        costs, shares = self.speculation.costs, step.shares.values()
+        costs, shares = self.speculation.costs, step.shares
         if costs is None or not any([share.request.tenant in step.light for share in shares]):
             return
         # Rows that are free are free for drafts first: as many as there were in the last step.
@@ -577,7 +599,7 @@ class Scheduler:
     def _add_drafts(self, step: StepBuilder) -> None:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
         shares, highest = [], []
-        for share in step.shares.values():
+        for share in step.shares:
             if share.rows > 1 or not share.samples or not share.request.methods:
                 continue
             if step.slowdown is not None and share.request.tenant in step.crowd:
@@ -613,7 +635,7 @@ class Scheduler:
         """What drafts come on top of. Where a crowd fills up what others have left, they choose as if it were not
         there, lest every step asked for other depths.
         """
-        shares = list(step.shares.values())
+        shares = step.shares
         if step.slowdown is not None:
             shares = [share for share in shares if share.request.tenant not in step.crowd]
         rows = context = sampling = 0
@@ -721,8 +743,6 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         del request.siblings[request.request_id]
-        if request.pending:
-            self._leaving[request.request_id] = request
 
     def _stop(self, request: Request) -> None:
         """Take a request out of the batch."""
@@ -735,15 +755,7 @@ class Scheduler:
         self.refused.append((request.request_id, error))
         self._end(request)
 
-    # -- who pays ------------------------------------------------------------------------------------------------------
-
-    def _charge_leaving(self, request_id: int, seconds: float, now: float, light: frozenset[str]) -> None:
-        """What was computed for a request that has ended meanwhile is paid for all the same."""
-        request = self._leaving[request_id]
-        request.pending.pop(0)
-        self.tenants.get(request.tenant, now).charge(seconds, counts=request.tenant not in light)
-        if not request.pending:
-            del self._leaving[request_id]
+    # -- what there is to tell -----------------------------------------------------------------------------------------
 
     def speculation_report(self) -> SpeculationReport:
         """How speculation does at this moment. Changes nothing."""
@@ -764,9 +776,9 @@ class Scheduler:
         running = Counter(request.tenant for request in self.running.values())
         for tenant in self.tenants:
             assert tenant.num_running == running[tenant.name], f"tenant {tenant.name!r}"
-        assert all(request.pending for request in self._leaving.values())
+        planned = Counter(request.request_id for step in self._outstanding for request in step.requests)
         for request in self.requests.values():
-            assert len(request.pending) <= MAX_OUTSTANDING
+            assert len(request.pending) == planned[request.request_id] <= MAX_OUTSTANDING
             assert 0 <= request.num_computed_tokens < request.num_tokens <= request.max_total_tokens
             assert request.num_draft_computed <= request.num_tokens
             if request.status is RUNNING:

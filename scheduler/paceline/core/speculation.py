@@ -13,10 +13,10 @@ from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import Chosen, DepthCandidate, Offer, Outcome, StepLoad
 from paceline.core.depth_choices import choose_depths
 from paceline.core.depth_policy import DepthPolicy
-from paceline.core.method import DRAFT_MODEL, NGRAM, NO_METHOD, Method
+from paceline.core.method import DRAFT_MODEL, NGRAM, Method
 from paceline.core.params import Verification
 from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult
-from paceline.core.request import Request
+from paceline.core.request import FINISHED, Request
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.core.speculation_report import DrafterReport, RequestReport, SpeculationReport, TenantReport
 from paceline.core.step_bill import write_bill
@@ -133,17 +133,17 @@ class SpeculationControl:
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
-    def observe(self, plan: StepPlan, result: StepResult, requests: list[Request | None]) -> list[float]:
+    def observe(self, plan: StepPlan, result: StepResult, requests: list[Request]) -> list[float]:
         """Learn from a step's result, before it is committed to `requests`.
 
         Args:
-            requests: of each work of the plan; None if it has ended.
+            requests: of each work of the plan; nothing is learnt of those that have ended.
 
         Returns:
             What each work of the plan is charged, in seconds; they sum to the step's duration.
         """
         contexts = [
-            0 if request is None else request.num_computed_tokens + work.num_tokens
+            0 if request.status is FINISHED else request.num_computed_tokens + work.num_tokens
             for work, request in zip(plan.work, requests)
         ]
         shape = _shape(plan.work, result.sequences, sum(contexts))
@@ -151,13 +151,13 @@ class SpeculationControl:
         drafts, decodes, emitted = [], 0, 0
         for work, sequence, request, price in zip(plan.work, result.sequences, requests, bill.drafts):
             # A run that computes a whole prompt besides is no verify step: it could not have drafted.
-            if request is None or not work.samples or work.num_tokens > 1:
+            if request.status is FINISHED or not work.samples or work.num_tokens > 1:
                 continue
             if request.methods:
                 self._learn(request, work, sequence)
             tokens, drafted, accepted = len(sequence.token_ids), sequence.num_drafted, sequence.num_accepted
             request.depth = drafted
-            counts = request.counts_by_method[work.method if work.num_drafts else NO_METHOD]
+            counts = request.counts_by_method[work.method] if work.num_drafts else request.counts_without_drafts
             counts.record(tokens, drafted, accepted if accepted < tokens else tokens, price)
             if drafted:
                 drafts.append((work.request_id, drafted, accepted))

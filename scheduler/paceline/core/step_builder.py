@@ -50,7 +50,7 @@ class StepBuilder:
     most_slowdown: so many times as long;
     ahead: of the crowd, those who make room for others of it.
     slowdown: what is left of it for those; None before that is known, or where there is no bound.
-    shares: by request, in the order in which they got their rows.
+    shares: one for each request at most, in the order in which they got their rows.
     """
 
     def __init__(self, budget: int, prompt_budget: int) -> None:
@@ -61,19 +61,20 @@ class StepBuilder:
         self.ahead: frozenset[str] = frozenset()
         self.most_slowdown = 1.0
         self.slowdown: Slowdown | None = None
-        self.shares: dict[int, Share] = {}
+        self.shares: list[Share] = []
         self.admitted: list[Admission] = []
 
     def add(self, share: Share) -> None:
-        self.shares[share.request.request_id] = share
+        self.shares.append(share)
         self.budget -= share.rows
         if share.rows > 1:
             self.prompt_budget -= share.rows
 
     def drop(self, request: Request) -> None:
         """It was preempted: if it has rows, others may have them."""
-        share = self.shares.pop(request.request_id, None)
-        if share is not None:
+        dropped = [share for share in self.shares if share.request is request]
+        for share in dropped:
+            self.shares.remove(share)
             self.budget += share.rows
             if share.rows > 1:
                 self.prompt_budget += share.rows

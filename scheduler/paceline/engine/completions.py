@@ -50,21 +50,28 @@ class Completions:
 
     def add(self, completion: Completion) -> None:
         self._live[completion.request.request_id] = completion
+        completion.request.companion = completion
 
     def pop(self, request_id: int) -> Request | None:
         """Forget a completion; its request, or None if it is not live."""
         completion = self._live.pop(request_id, None)
-        return None if completion is None else completion.request
+        if completion is None:
+            return None
+        completion.request.companion = None  # or each would keep the other
+        return completion.request
 
-    def cut(self, result: StepResult) -> tuple[StepResult, list[Completion]]:
+    def cut(self, result: StepResult, requests: list[Request]) -> tuple[StepResult, list[Completion]]:
         """A result as the core may commit it, without what stands behind a stop; and the live completions that emit or
         end, which know what is shown of them until the next step. Results of others stay as they are.
+
+        Args:
+            requests: of each sequence of the result.
         """
         shown: list[Completion] = []
         sequences = []
-        for sequence in result.sequences:
-            completion = self._live.get(sequence.request_id)
-            if completion is not None and completion.request.status is not FINISHED:
+        for sequence, request in zip(result.sequences, requests):
+            completion = request.companion
+            if isinstance(completion, Completion) and request.status is not FINISHED:
                 sequence = self._cut(completion, sequence, shown)
             sequences.append(sequence)
         return replace(result, sequences=tuple(sequences)), shown

@@ -303,7 +303,7 @@ class Engine:
     def finish(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Commit a step's result: what each request has gained. Requests aborted meanwhile have no output."""
         start = self.clock()
-        to_commit, shown = self._completions.cut(result)
+        to_commit, shown = self._completions.cut(result, self.scheduler.requests_of(plan))
         outputs = self._completions.outputs(self.scheduler.update(plan, to_commit, start), shown)
         for output in outputs:
             if output.finish is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.engine.delta import Delta, Output, PromptLogprobs, join
 from paceline.engine.reading import close, read_all
-from paceline.engine.turns import Reader, Turns
+from paceline.engine.turns import Reader, Sleeper, Turns
 from paceline.errors import PacelineError
 
 
@@ -19,7 +19,7 @@ class Choice:
 
     Attributes:
         first: that nobody has taken.
-        later: that came after it, and will be taken with it.
+        later: that came after it, and will be taken with it, if something did.
         is_due: all that waits may be taken.
         num_tokens: so far, those that were taken included.
     """
@@ -28,7 +28,7 @@ class Choice:
 
     def __init__(self) -> None:
         self.first: Delta | None = None
-        self.later: list[Delta] = []
+        self.later: list[Delta] | None = None
         self.is_due = False
         self.num_tokens = 0
 
@@ -39,6 +39,8 @@ class Choice:
         else:
             newest = self.later[-1] if self.later else self.first
             assert newest.finish is None, f"choice {delta.choice} goes on after its end: {delta}"
+            if self.later is None:
+                self.later = []
             self.later.append(delta)
         self.num_tokens += len(delta.token_ids)
 
@@ -46,8 +48,8 @@ class Choice:
         """All that waits, as one delta."""
         delta = self.first
         assert delta is not None
-        if self.later:
-            delta, self.later = join([delta, *self.later]), []
+        if self.later is not None:
+            delta, self.later = join([delta, *self.later]), None
         self.first = None
         self.is_due = False
         return delta
@@ -82,13 +84,13 @@ class Stream:
         "_due",
         "_error",
         "_hold",
-        "_listener",
         "_most_backlog",
         "_num_open",
         "_num_unread",
         "_on_abandon",
         "_on_backlog",
         "_reader",
+        "_sleeper",
         "_timer",
         "backlog",
         "cached_prompt_tokens",
@@ -113,16 +115,16 @@ class Stream:
         self.num_choices = num_choices
         self.backlog = 0
         self._on_abandon = on_abandon
-        self._choices = [Choice() for _ in range(num_choices)]
-        self._due: list[Choice] = []  # longest due first
+        self._choices = tuple([Choice() for _ in range(num_choices)])
+        self._due: tuple[Choice, ...] = ()  # longest due first
         self._num_open = num_choices  # choices that may still grow
         self._num_unread = num_choices  # choices whose end the reader has not seen
         self._error: PacelineError | None = None
         self._closed = False  # nobody reads any more
         self._hold = 0.0
         self._timer: asyncio.TimerHandle | None = None  # runs while something is held
-        self._reader = Reader(turns)
-        self._listener: Callable[[], None] | None = None
+        self._sleeper = Sleeper(turns)
+        self._reader: Reader = self._sleeper
         self._most_backlog = sys.maxsize
         self._on_backlog: Callable[[], None] | None = None
 
@@ -153,7 +155,7 @@ class Stream:
                 self._timer = asyncio.get_running_loop().call_later(self._hold, self._release)
         else:
             self._make_due(choice)
-            self._wake()
+            self._reader.wake()
         if self.backlog > self._most_backlog and self._on_backlog is not None:
             self._on_backlog()
 
@@ -165,7 +167,7 @@ class Stream:
         if self._hold < math.inf:
             self._release()
         else:
-            self._wake()
+            self._reader.wake()
 
     def _ends_hold(self, delta: Delta) -> bool:
         """Nobody is kept waiting for a choice's first tokens, nor for its end."""
@@ -177,23 +179,17 @@ class Stream:
         for choice in self._choices:
             if choice.first is not None:
                 self._make_due(choice)
-        self._wake()
+        self._reader.wake()
 
     def _make_due(self, choice: Choice) -> None:
         if not choice.is_due:
             choice.is_due = True
-            self._due.append(choice)
+            self._due += (choice,)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _wake(self) -> None:
-        if self._listener is not None:
-            self._listener()
-        else:
-            self._reader.wake()
 
     # -- the reader's side --------------------------------------------------------------------------------------------
 
@@ -210,11 +206,11 @@ class Stream:
         """What comes may wait for more to go with it."""
         return self._hold > 0.0
 
-    def listen(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, from now on, whenever `take` may have more to give or to raise. It must not raise."""
-        self._listener = callback
+    def listen(self, reader: Reader) -> None:
+        """Have `reader` woken, from now on, whenever `take` may have more to give or to raise."""
+        self._reader = reader
         if self._due or self._error is not None:
-            callback()
+            reader.wake()
 
     def limit_backlog(self, tokens: int, callback: Callable[[], None]) -> None:
         """Have `callback` called by every `put` that leaves more than so many tokens behind. It must not raise."""
@@ -225,7 +221,7 @@ class Stream:
 
     def wait(self) -> asyncio.Future[None]:
         """Done once `take` may have more to give or to raise."""
-        return self._reader.sleep()
+        return self._sleeper.sleep()
 
     def take(self) -> Delta | None:
         """All that is due of one choice, as one delta; None if nothing is. Raises the stream's error once nothing is
@@ -237,7 +233,8 @@ class Stream:
             if self._error is not None:
                 raise self._error
             return None
-        delta = self._due.pop(0).take()
+        delta = self._due[0].take()
+        self._due = self._due[1:]
         self.backlog -= len(delta.token_ids)
         if delta.finish is not None:
             self._num_unread -= 1
@@ -262,9 +259,9 @@ class Stream:
         """The same, without an event loop's ways."""
         self._closed = True
         self._stop_timer()
-        self._listener = None
-        self._reader.leave()
-        self._reader.wake_now()
+        self._reader = self._sleeper
+        self._sleeper.leave()
+        self._sleeper.wake_now()
         if not self.ended:
             self._on_abandon(self.request_id)
 

@@ -23,18 +23,18 @@ class Turns:
     __slots__ = ("_awake", "_awake_before", "_round", "_timer", "_waiting")
 
     def __init__(self) -> None:
-        self._waiting: deque[Reader] = deque()
+        self._waiting: deque[Sleeper] = deque()
         self._round = 1
         self._awake = 0  # since this round
         self._awake_before = 0  # since the one before it
         self._timer: asyncio.TimerHandle | None = None  # of the round, while somebody waits
 
-    def ask(self, reader: Reader) -> None:
+    def ask(self, reader: Sleeper) -> None:
         """Wake it when its turn comes."""
         self._waiting.append(reader)
         self._wake()
 
-    def end(self, reader: Reader) -> None:
+    def end(self, reader: Sleeper) -> None:
         """It sleeps again, or has left."""
         if reader.round == self._round:
             self._awake -= 1
@@ -64,6 +64,16 @@ class Turns:
 
 
 class Reader:
+    """Somebody who reads a stream."""
+
+    __slots__ = ()
+
+    def wake(self) -> None:
+        """There is something to read. Must not raise."""
+        raise NotImplementedError
+
+
+class Sleeper(Reader):
     """Sleeps until there is something to read, and it is its turn.
 
     Args:
@@ -95,7 +105,6 @@ class Reader:
             self.round = 0
 
     def wake(self) -> None:
-        """There is something to read."""
         if self._turns is None:
             self.wake_now()
         elif not self._asks and self._sleep is not None and not self._sleep.done():

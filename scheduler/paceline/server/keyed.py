@@ -6,6 +6,7 @@ import asyncio
 from typing import Final
 
 from paceline.engine import Delta
+from paceline.engine.turns import Reader
 from paceline.errors import PacelineError
 from paceline.server.convert import write_error
 from paceline.server.delivery import Delivery
@@ -15,7 +16,7 @@ from paceline.v1 import generation_pb2 as pb
 FULL: Final = 1 << 19
 
 
-class Keyed:
+class Keyed(Reader):
     """One generation of the RPC.
 
     Attributes:
@@ -38,7 +39,7 @@ class Keyed:
         self.is_ready = False
         self._ready = ready
 
-    def tell(self) -> None:
+    def wake(self) -> None:
         """It has something to tell: a delta, or an error."""
         if not self.is_ready:
             self.is_ready = True

@@ -123,7 +123,7 @@ class ManyGenerations:
             async with self._deliver(request, name) as delivery:
                 keyed.delivery = delivery
                 self._watch.watch(delivery.stream)
-                delivery.stream.listen(keyed.tell)
+                delivery.stream.listen(keyed)
                 await keyed.ended
         except PacelineError as error:
             self._fail(keyed, error)
@@ -134,7 +134,7 @@ class ManyGenerations:
 
     def _fail(self, keyed: Keyed, error: PacelineError) -> None:
         keyed.error = error
-        keyed.tell()
+        keyed.wake()
 
     async def _write(self, reader: asyncio.Task[None]) -> None:
         begun = False
