@@ -20,9 +20,7 @@ def request(
 ) -> Request:
     """A request with a prompt of 4 tokens and a model of 12."""
     harness = Harness(SchedulerConfig(num_blocks=4, max_model_len=12))
-    made = harness.add(4, max_tokens, stop_ids=stop_ids, ignore_eos=ignore_eos)
-    made.min_tokens = min_tokens
-    return made
+    return harness.add(4, max_tokens, stop_ids=stop_ids, ignore_eos=ignore_eos, min_tokens=min_tokens)
 
 
 def test_a_run_without_an_end_stays_whole() -> None:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from paceline.core.plan import Finish, FinishReason
 from paceline.engine import Delta, Stream
-from paceline.engine.turns import LEAST_ROOM, MOST_AWAKE, TURN_SECONDS, Sleeper, Turns
+from paceline.engine.turns import LEAST_ROOM, MOST_AWAKE, ROUND_SECONDS, Sleeper, Turns
 
 NUM_READERS = 3 * MOST_AWAKE
 
@@ -42,17 +42,51 @@ async def test_few_are_woken_at_once() -> None:
 
 
 async def test_who_waits_for_a_turn_asks_once() -> None:
-    readers, sleeps = asleep(Turns(), MOST_AWAKE + 2)
-    for reader in readers:
-        reader.wake()
+    readers, sleeps = asleep(Turns(), MOST_AWAKE + LEAST_ROOM)
+    for reader in (*readers, *readers):
         reader.wake()
     for reader in readers[:LEAST_ROOM]:
         reader.leave()
-    assert len(awake(sleeps)) == MOST_AWAKE + 2
+    assert len(awake(sleeps)) == MOST_AWAKE + LEAST_ROOM
     again = readers[-1].sleep()
     for reader in readers[LEAST_ROOM : 2 * LEAST_ROOM]:
         reader.leave()
     assert not again.done()
+
+
+async def test_who_is_awake_counts_until_the_end_of_the_next_round() -> None:
+    turns = Turns()
+    readers, sleeps = asleep(turns)
+    for reader in readers:
+        reader.wake()
+    turns._next_round()
+    assert len(awake(sleeps)) == MOST_AWAKE
+    for reader in readers[:LEAST_ROOM]:
+        reader.leave()
+    assert len(awake(sleeps)) == MOST_AWAKE + LEAST_ROOM
+    turns._next_round()
+    assert len(awake(sleeps)) == 2 * MOST_AWAKE
+    turns.check_invariants()
+
+
+async def test_who_is_slow_takes_no_turn_until_it_is_quick() -> None:
+    turns = Turns()
+    readers, sleeps = asleep(turns)
+    slow = readers[0]
+    slow.wake()
+    for seconds in (2 * ROUND_SECONDS, 2 * ROUND_SECONDS, 0.0):
+        await asyncio.sleep(seconds)
+        sleep = slow.sleep()
+        assert slow.is_slow == (seconds > 0.0)
+        if not slow.is_slow:
+            break
+        for reader in readers[1:]:
+            reader.wake()
+        woken = len(awake(sleeps))
+        assert woken % MOST_AWAKE == 1  # nobody else has less room
+        slow.wake()
+        assert sleep.done()
+        turns.check_invariants()
 
 
 async def test_who_gives_up_waiting_takes_no_turn() -> None:
@@ -75,11 +109,26 @@ async def test_who_leaves_twice_is_counted_once() -> None:
     assert awake(sleeps) == list(range(MOST_AWAKE))
 
 
+async def test_a_stream_that_is_closed_gives_its_turn_back() -> None:
+    """Or its place in the queue."""
+    turns = Turns()
+    streams = [Stream(index, 1, lambda request_id: None, 1, turns) for index in range(NUM_READERS)]
+    waits = [stream.wait() for stream in streams]
+    for stream in streams:
+        stream.put(Delta("x", (1,), 0))
+    assert awake(waits) == list(range(MOST_AWAKE))
+    streams[MOST_AWAKE].close()
+    for stream in streams[:LEAST_ROOM]:
+        stream.close()
+    assert awake(waits) == list(range(MOST_AWAKE + 1 + LEAST_ROOM))
+    turns.check_invariants()
+
+
 async def test_who_is_kept_awake_is_counted_no_more_and_its_return_changes_nothing() -> None:
     readers, sleeps = asleep(Turns())
     for reader in readers:
         reader.wake()
-    async with asyncio.timeout(50 * TURN_SECONDS):
+    async with asyncio.timeout(50 * ROUND_SECONDS):
         await asyncio.wait(sleeps[: 2 * MOST_AWAKE])
     for reader in readers[:MOST_AWAKE]:
         reader.leave()  # nobody waits for these any more
@@ -116,7 +165,7 @@ async def test_streams_whose_readers_stand_still_hold_up_nobody() -> None:
             last = token == 2
             for stream in streams:
                 stream.put(Delta("x", (token,), token, Finish(FinishReason.MAX_TOKENS) if last else None))
-            async with asyncio.timeout(50 * TURN_SECONDS):
+            async with asyncio.timeout(50 * ROUND_SECONDS):
                 await all_read.wait()
             all_read.clear()
         assert sorted(read) == sorted(3 * list(range(2 * MOST_AWAKE, NUM_READERS)))

@@ -72,9 +72,10 @@ class StepBuilder:
 
     def drop(self, request: Request) -> None:
         """It was preempted: if it has rows, others may have them."""
-        dropped = [share for share in self.shares if share.request is request]
-        for share in dropped:
-            self.shares.remove(share)
-            self.budget += share.rows
-            if share.rows > 1:
-                self.prompt_budget += share.rows
+        for index, share in enumerate(self.shares):
+            if share.request is request:
+                del self.shares[index]
+                self.budget += share.rows
+                if share.rows > 1:
+                    self.prompt_budget += share.rows
+                return

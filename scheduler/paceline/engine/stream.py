@@ -66,7 +66,11 @@ class Stream:
     else runs, and also if reading never began, so use `async with contextlib.aclosing(stream)`; the others may take one
     turn of the event loop. One reader at a time; everything happens on the loop's thread.
 
-    A reader iterates, or takes what there is by `take`; until there is more it awaits `wait`, or is told by `listen`.
+    A reader iterates, or takes what there is by `take`; until there is more it awaits `wait`, or is woken by `listen`.
+
+    Args:
+        on_abandon: told of the request that nobody reads any more.
+        turns: with whose readers this one's shares the event loop; None: it is woken at once.
 
     Attributes:
         request_id: the engine's id of the first completion.
@@ -261,7 +265,6 @@ class Stream:
         self._stop_timer()
         self._reader = self._sleeper
         self._sleeper.leave()
-        self._sleeper.wake_now()
         if not self.ended:
             self._on_abandon(self.request_id)
 
