@@ -132,6 +132,23 @@ def test_every_second_is_charged_once(lag: int) -> None:
 # -- preemption ------------------------------------------------------------------------------------------------------
 
 
+def test_who_ends_with_results_to_come_pays_for_them_and_teaches_nothing() -> None:
+    shop = Shop(lag=1)
+    kept, gone = shop.add_for("a"), shop.add_for("b")
+    shop.plan()
+    shop.plan()
+    shop.abort(gone)
+    known = gone.charged_seconds, gone.counts.verify_steps, gone.depth
+    for pending in (1, 0):
+        shop.land()
+        assert len(gone.pending) == pending
+    assert (gone.charged_seconds, gone.counts.verify_steps, gone.depth) == known
+    assert shop.service("a") + shop.service("b") == pytest.approx(2 * STEP)
+    assert shop.service("b") > 0.0
+    assert kept.charged_seconds == pytest.approx(shop.service("a"))
+    shop.drain()
+
+
 def test_a_tenant_below_its_share_takes_the_newest_place_of_the_one_above() -> None:
     shop = Shop(min_run_seconds=5.0)
     long = [shop.add_for("a", max_tokens=100) for _ in range(2)]

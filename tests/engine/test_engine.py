@@ -135,6 +135,17 @@ def test_an_abort_during_a_step_drops_its_result() -> None:
     engine.check_invariants()
 
 
+def test_a_request_that_has_ended_keeps_nothing() -> None:
+    """What the engine holds beside it holds it, too: together they would live until Python looks for cycles."""
+    engine = make_engine()
+    finished, aborted = (engine.add(make_request()) for _ in range(2))
+    requests = [engine.scheduler.requests[request_id] for request_id in (finished, aborted)]
+    assert all(request.companion is not None for request in requests)
+    engine.abort(aborted)
+    run(engine)
+    assert [request.companion for request in requests] == [None, None]
+
+
 def test_ids_are_never_used_twice() -> None:
     engine = make_engine()
     first = engine.add(make_request())

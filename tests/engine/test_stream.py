@@ -333,6 +333,7 @@ class TestHolding:
         await stream.aclose()
         await asyncio.sleep(0.01)
         assert not told.done()
+        assert stream._timer is None
 
 
 class TestListening:
