@@ -74,19 +74,19 @@ async def test_who_is_slow_takes_no_turn_until_it_is_quick() -> None:
     readers, sleeps = asleep(turns)
     slow = readers[0]
     slow.wake()
-    for seconds in (2 * ROUND_SECONDS, 2 * ROUND_SECONDS, 0.0):
-        await asyncio.sleep(seconds)
-        sleep = slow.sleep()
-        assert slow.is_slow == (seconds > 0.0)
-        if not slow.is_slow:
-            break
-        for reader in readers[1:]:
-            reader.wake()
-        woken = len(awake(sleeps))
-        assert woken % MOST_AWAKE == 1  # nobody else has less room
+    slow.woken -= 2 * ROUND_SECONDS
+    sleep = slow.sleep()
+    assert slow.is_slow
+    for reader in readers[1:]:
+        reader.wake()
+    for seconds in (2 * ROUND_SECONDS, -1.0):  # that it took; the test itself takes some
         slow.wake()
         assert sleep.done()
-        turns.check_invariants()
+        slow.woken -= seconds
+        sleep = slow.sleep()
+        assert slow.is_slow == (seconds > 0.0)
+        assert awake(sleeps) == list(range(1 + MOST_AWAKE))  # nobody has less room for it, nor more behind it
+    turns.check_invariants()
 
 
 async def test_who_gives_up_waiting_takes_no_turn() -> None:
@@ -128,7 +128,7 @@ async def test_who_is_kept_awake_is_counted_no_more_and_its_return_changes_nothi
     readers, sleeps = asleep(Turns())
     for reader in readers:
         reader.wake()
-    async with asyncio.timeout(50 * ROUND_SECONDS):
+    async with asyncio.timeout(125 * ROUND_SECONDS):
         await asyncio.wait(sleeps[: 2 * MOST_AWAKE])
     for reader in readers[:MOST_AWAKE]:
         reader.leave()  # nobody waits for these any more
@@ -165,7 +165,7 @@ async def test_streams_whose_readers_stand_still_hold_up_nobody() -> None:
             last = token == 2
             for stream in streams:
                 stream.put(Delta("x", (token,), token, Finish(FinishReason.MAX_TOKENS) if last else None))
-            async with asyncio.timeout(50 * ROUND_SECONDS):
+            async with asyncio.timeout(125 * ROUND_SECONDS):
                 await all_read.wait()
             all_read.clear()
         assert sorted(read) == sorted(3 * list(range(2 * MOST_AWAKE, NUM_READERS)))
