@@ -71,11 +71,24 @@ inline void store_weights(bfloat16* to, Floats x) {
 // ---- Memory ----
 
 // What is read next, fetched into the second cache a little at a time, between products: asked for at once, it would
-// hold up what stands behind. Tile loads wait for their lines one after the other and do not wake the prefetcher.
+// hold up what stands behind. Pages lie too far apart for the prefetcher of the memory, which tile loads do not wake at all.
 class Ahead {
 public:
-    void add(const void* begin, int64_t bytes) { spans_[count_++] = {(const char*)begin, (const char*)begin + bytes}; }
+    void add(const void* begin, int64_t bytes) {
+        spans_[count_++] = {(const char*)begin, (const char*)begin + bytes};
+        lines_ += bytes / 64;
+    }
 
+    // Over so many calls of `step`, evenly.
+    void spread(int64_t steps) { apart_ = std::max<int64_t>(1, steps * FEW / std::max<int64_t>(1, lines_)); }
+
+    inline void step() {
+        if (--left_ > 0) return;
+        left_ = apart_;
+        fetch<FEW>();
+    }
+
+    template <int LINES>
     inline void fetch() {
         if (next_ == count_) return;
         Span& span = spans_[next_];
@@ -89,12 +102,13 @@ public:
     }
 
 private:
-    static constexpr int LINES = 8;  // 4 and 16 are slower
+    static constexpr int FEW = 4;  // lines between products of vectors; 2 and 8 are slower
     struct Span {
         const char *begin, *end;
     };
     Span spans_[2 * CHUNK];
     int count_ = 0, next_ = 0;
+    int64_t lines_ = 0, apart_ = 1, left_ = 1;
 };
 
 // ---- Products of matrices ----
@@ -160,7 +174,8 @@ Panels(int64_t, int64_t, int64_t, At) -> Panels<At>;
 
 // N panels from `first` of out = left * right, for `rows` rows and some more, up to a multiple of ROWS.
 template <int N, class T, class At>
-void multiply(Rows<float> out, Rows<const T> left, int64_t rows, const Panels<At>& right, int64_t first) {
+void multiply(Rows<float> out, Rows<const T> left, int64_t rows, const Panels<At>& right, int64_t first,
+              Ahead& ahead) {
     constexpr int REGISTERS = LANES / WIDTH;  // for the columns of a panel
     for (int64_t row = 0; row < rows; row += ROWS) {
         const T* pairs = left.data + row * left.stride;
@@ -169,6 +184,7 @@ void multiply(Rows<float> out, Rows<const T> left, int64_t rows, const Panels<At
             const T* panels[N];
             for (int n = 0; n < N; ++n) panels[n] = right.at(first + n, part);
             for (int64_t k = 0; k < right.pairs; ++k, pairs += PAIR<T>) {
+                ahead.step();
 #pragma GCC unroll 8
                 for (int n = 0; n < N * REGISTERS; ++n) {
                     const T* const line = panels[n / REGISTERS] + k * right.stride;
@@ -203,6 +219,7 @@ template <int PAIRS, int... N, class At>
 void multiply_tiles(std::integer_sequence<int, N...>, Rows<float> out, Rows<const bfloat16> left,
                     const Panels<At>& right, int64_t first, Ahead& ahead) {
     constexpr int LEFT = PAIRS == 16 ? 4 : 6, RIGHT = LEFT + 1;
+    constexpr int PER_TILE = 8;  // 4 and 16 are slower
     asm volatile("" ::: "memory");  // tile loads do not say what they read
     (clear_tile<N>(), ...);
     const bfloat16* pairs = left.data;
@@ -210,7 +227,7 @@ void multiply_tiles(std::integer_sequence<int, N...>, Rows<float> out, Rows<cons
         for (int64_t k = 0; k < right.pairs; k += PAIRS, pairs += 2 * PAIRS) {
             load_tile<LEFT>(pairs, left.stride * sizeof(bfloat16));
             ((load_tile<RIGHT>(right.at(first + N, part) + k * right.stride, right.stride * sizeof(bfloat16)),
-              multiply_bfloat16_tiles<N, LEFT, RIGHT>(), ahead.fetch()),
+              multiply_bfloat16_tiles<N, LEFT, RIGHT>(), ahead.fetch<PER_TILE>()),
              ...);
         }
     }
@@ -352,6 +369,7 @@ private:
                 next = find(layer, piece, last ? 0 : head + 1, last ? first + attention::CHUNK : first, groups);
                 if (!copy_values(memory.values, chunk, piece)) return attend_one_by_one(layer, piece);
                 attention::Ahead ahead = lines(next);
+                ahead.spread(ceil_div(queries, attention::ROWS) * steps(chunk));
                 for (int64_t query = 0; query < queries; query += LANES) {
                     const int64_t count = std::min<int64_t>(LANES, queries - query);
                     add(memory, memory.state(head), chunk, piece, query, count, ahead);
@@ -359,6 +377,13 @@ private:
             }
         }
         for (int64_t head = 0; head < piece.heads; ++head) finish(memory.state(head), layer, piece, head);
+    }
+
+    // That vectors take to multiply ROWS queries by a chunk's keys, and their weights by its values.
+    int64_t steps(const Chunk& chunk) const {
+        const int64_t keys = ceil_div(chunk.count, attention::PANELS) * pages_.head_dim / PAIR<T>;
+        const int64_t values = ceil_div(width_ / LANES, attention::PANELS) * chunk.count * LANES / PAIR<T>;
+        return keys + values;
     }
 
     attention::Ahead lines(const Chunk& chunk) const {
@@ -473,7 +498,7 @@ private:
                 if (tiles_) return attention::multiply_tiles<PAIRS>(SEQUENCE, {out, out_stride}, left, right, first, ahead);
             }
 #endif
-            attention::multiply<N>({out, out_stride}, left, rows, right, first);
+            attention::multiply<N>({out, out_stride}, left, rows, right, first, ahead);
         };
         constexpr int MOST = attention::PANELS;
         int64_t first = 0;
