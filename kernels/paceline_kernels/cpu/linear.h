@@ -82,9 +82,20 @@ constexpr int ROWS_AT_ONCE = 3;
 constexpr int ROWS_AT_ONCE = 1;
 #endif
 
-constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched from memory
+constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched, where it is not known what comes next
 
-inline void fetch(const void* from) { __builtin_prefetch((const char*)from + AHEAD); }
+// Called for every two lines of weights. While a tile is multiplied out of the second cache, LINES of the next one come
+// there: so memory is read evenly, however many rows a tile meets. Without a next one, LINES is 0.
+template <int LINES>
+inline void fetch(const void* weights, const char*& next) {
+    if constexpr (LINES == 0) {
+        __builtin_prefetch((const char*)weights + AHEAD);
+        __builtin_prefetch((const char*)weights + AHEAD + 64);
+    } else {
+        for (int line = 0; line < LINES; ++line) __builtin_prefetch(next + 64 * line, 0, 2);
+        next += 64 * LINES;
+    }
+}
 
 inline Words load_words(const void* from) {
     Words x;
@@ -120,8 +131,8 @@ inline Ints step(Ints sum, const uint8_t* weights, const int8_t* x) {
 #endif
 }
 
-template <int ROWS, class T>
-void multiply_rows(const Tiled<T>& x, const T* weights, Span span, int64_t row, float (*sums)[TILE]) {
+template <int ROWS, int LINES, class T>
+void multiply_rows(const Tiled<T>& x, const T* weights, Span span, int64_t row, float (*sums)[TILE], const char* next) {
     Floats left[ROWS] = {}, right[ROWS] = {};
     for (int i = 0; i < ROWS && span.begin > 0; ++i) {
         left[i] = load(sums[i]);
@@ -133,8 +144,7 @@ void multiply_rows(const Tiled<T>& x, const T* weights, Span span, int64_t row, 
     for (int64_t piece = span.begin; piece < span.end; piece += PIECE<T>) {
 #pragma GCC unroll 4
         for (int64_t k = 0; k < PIECE<T>; k += PAIR<T>) {
-            fetch(weights);
-            fetch(weights + PIECE<T>);
+            fetch<LINES>(weights, next);
 #pragma GCC unroll 12
             for (int i = 0; i < ROWS; ++i) {
                 left[i] = step(left[i], weights, rows[i] + k);
@@ -156,16 +166,16 @@ inline void add_group(float* sums, Ints left, Ints right, float scale) {
     store(sums + LANES, fused(__builtin_convertvector(right, Floats), all(scale), load(sums + LANES)));
 }
 
-template <int ROWS>
-void multiply_rows(const Packed8::Input& x, const uint8_t* weights, Span span, int64_t row, float (*sums)[TILE]) {
+template <int ROWS, int LINES>
+void multiply_rows(const Packed8::Input& x, const uint8_t* weights, Span span, int64_t row, float (*sums)[TILE],
+                   const char* next) {
     if (span.begin == 0) std::fill_n(sums[0], ROWS * TILE, 0.0f);
     weights += span.begin * TILE;
     for (int64_t group = span.begin / GROUP; group < span.end / GROUP; ++group) {
         Ints left[ROWS], right[ROWS];
         for (int i = 0; i < ROWS; ++i) left[i] = right[i] = Ints{} + x.corrections[x.index(row + i, group)];
         for (int64_t k = group * GROUP; k < (group + 1) * GROUP; k += 4) {
-            fetch(weights);
-            fetch(weights + 64);
+            fetch<LINES>(weights, next);
 #pragma GCC unroll 12
             for (int i = 0; i < ROWS; ++i) {
                 const int8_t* const values = x.values.at(row + i, k);
@@ -178,20 +188,32 @@ void multiply_rows(const Packed8::Input& x, const uint8_t* weights, Span span, i
     }
 }
 
-template <class Input, class Element, int... COUNT>
+template <class Input, class Element>
+using MultiplyRows = void (*)(const Input&, const Element*, Span, int64_t, float (*)[TILE], const char*);
+
+template <class Input, class Element, int LINES, int... COUNT>
 constexpr auto multiply_by_rows(std::integer_sequence<int, COUNT...>) {
-    using Multiply = void (*)(const Input&, const Element*, Span, int64_t, float (*)[TILE]);
-    return std::array<Multiply, sizeof...(COUNT)>{multiply_rows<COUNT + 1>...};
+    return std::array<MultiplyRows<Input, Element>, sizeof...(COUNT)>{multiply_rows<COUNT + 1, LINES>...};
 }
 
-// The rows in parts of about equal size.
+constexpr int64_t FEW_ROWS = 3;  // meet a tile faster than it comes: what is near is fetched better than what is far
+
+// The rows in parts of about equal size. The first two of them fetch `next`, which may be null, half of it each.
 template <class Input, class Element>
-void multiply_vectors(const Input& x, const Element* weights, Span span, int64_t row, int64_t count, Sums& sums) {
-    static constexpr auto by_rows = multiply_by_rows<Input, Element>(std::make_integer_sequence<int, ROWS_AT_ONCE>());
+void multiply_vectors(const Input& x, const Element* weights, Span span, int64_t row, int64_t count, Sums& sums,
+                      const Element* next) {
+    constexpr auto COUNTS = std::make_integer_sequence<int, ROWS_AT_ONCE>();
+    static constexpr std::array<MultiplyRows<Input, Element>, ROWS_AT_ONCE> by_rows[] = {
+        multiply_by_rows<Input, Element, 0>(COUNTS),
+        multiply_by_rows<Input, Element, 1>(COUNTS),
+        multiply_by_rows<Input, Element, 2>(COUNTS),
+    };
     const int64_t parts = ceil_div(count, ROWS_AT_ONCE);
+    const Element* const halves[] = {next, next + (span.end - span.begin) * TILE / 2};
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t begin = part * count / parts, end = (part + 1) * count / parts;
-        by_rows[end - begin - 1](x, weights, span, row + begin, sums.at + begin);
+        const int lines = next == nullptr || count <= FEW_ROWS || part > 1 ? 0 : parts == 1 ? 2 : 1;
+        by_rows[lines][end - begin - 1](x, weights, span, row + begin, sums.at + begin, (const char*)halves[part > 0]);
     }
 }
 
@@ -306,9 +328,11 @@ bool by_tiles() {
     return sizeof(Element) < 4 && has_tiles();
 }
 
-// Rows [row, row + count) times one tile of weights; row is a multiple of 16.
+// Rows [row, row + count) times one tile of weights; row is a multiple of 16. `next` is the tile that comes after it, or
+// null.
 template <class Input, class Element>
-void multiply(const Input& x, const Element* weights, Span span, int64_t row, int64_t count, Sums& sums) {
+void multiply(const Input& x, const Element* weights, Span span, int64_t row, int64_t count, Sums& sums,
+              const Element* next) {
 #ifdef AMX
     if constexpr (sizeof(Element) < 4) {
         if (by_tiles<Element>()) {
@@ -318,7 +342,7 @@ void multiply(const Input& x, const Element* weights, Span span, int64_t row, in
         }
     }
 #endif
-    multiply_vectors(x, weights, span, row, count, sums);
+    multiply_vectors(x, weights, span, row, count, sums, next);
 }
 
 // ---- Whole products ----
@@ -355,15 +379,22 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
     thread_local Scratch scratch;
     Sums(*const sums)[TOGETHER] = (Sums(*)[TOGETHER])scratch.get<Sums>(together * TOGETHER);
     const Tiles tiles;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t begin = 0; begin < all_tiles; begin += together) {
+    constexpr int64_t NOTHING = -1;
+    // `together` times TOGETHER tiles from `begin`; those from `next` come after them.
+    const auto compute = [&](int64_t begin, int64_t next) {
         const int64_t end = std::min(begin + together, all_tiles);
+        const auto after = [&](int64_t index) -> const Element* {
+            const int64_t tile = index + 1 < end * TOGETHER ? index + 1 : next * TOGETHER;
+            return many || tile < 0 ? nullptr : weights.tile(tile);
+        };
         for (int64_t row = 0; row < rows; row += rows_at_once) {
             const int64_t count = std::min(rows_at_once, rows - row);
+            const bool last = row + rows_at_once >= rows;
             for (int64_t input = 0; input < inputs; input += at_once) {
                 const Span span = {input, std::min(input + at_once, inputs)};
                 for (int64_t index = begin * TOGETHER; index < end * TOGETHER; ++index) {
-                    multiply(x, weights.tile(index), span, row, count, sums[0][index - begin * TOGETHER]);
+                    Sums& own = sums[0][index - begin * TOGETHER];
+                    multiply(x, weights.tile(index), span, row, count, own, last ? after(index) : nullptr);
                 }
             }
             for (int64_t index = begin; index < end; ++index) {
@@ -376,7 +407,16 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
                 }
             }
         }
+    };
+    // A thread takes its next turn before it begins with the one that it holds.
+    int64_t held = NOTHING;
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t begin = 0; begin < all_tiles; begin += together) {
+        if (held != NOTHING) compute(held, begin);
+        held = begin;
     }
+    if (held != NOTHING) compute(held, NOTHING);
+#pragma omp barrier
 }
 
 }  // namespace
