@@ -209,11 +209,12 @@ void multiply_vectors(const Input& x, const Element* weights, Span span, int64_t
         multiply_by_rows<Input, Element, 2>(COUNTS),
     };
     const int64_t parts = ceil_div(count, ROWS_AT_ONCE);
-    const Element* const halves[] = {next, next + (span.end - span.begin) * TILE / 2};
+    const int64_t half = (span.end - span.begin) * TILE / 2;
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t begin = part * count / parts, end = (part + 1) * count / parts;
         const int lines = next == nullptr || count <= FEW_ROWS || part > 1 ? 0 : parts == 1 ? 2 : 1;
-        by_rows[lines][end - begin - 1](x, weights, span, row + begin, sums.at + begin, (const char*)halves[part > 0]);
+        const Element* const fetched = lines == 0 ? nullptr : next + part * half;
+        by_rows[lines][end - begin - 1](x, weights, span, row + begin, sums.at + begin, (const char*)fetched);
     }
 }
 
