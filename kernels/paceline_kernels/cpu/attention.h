@@ -71,7 +71,7 @@ inline void store_weights(bfloat16* to, Floats x) {
 // ---- Memory ----
 
 // What is read next, fetched into the second cache a little at a time, between products: asked for at once, it would
-// hold up what stands behind. Pages lie too far apart for the prefetcher of the memory, which tile loads do not wake at all.
+// hold up what stands behind. Pages lie too far apart for the prefetcher of the memory, and tile loads do not wake it.
 class Ahead {
 public:
     void add(const void* begin, int64_t bytes) {

@@ -82,7 +82,7 @@ constexpr int ROWS_AT_ONCE = 3;
 constexpr int ROWS_AT_ONCE = 1;
 #endif
 
-constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched, where it is not known what comes next
+constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched, if no next tile is known
 
 // Called for every two lines of weights. While a tile is multiplied out of the second cache, LINES of the next one come
 // there: so memory is read evenly, however many rows a tile meets. Without a next one, LINES is 0.
