@@ -102,7 +102,7 @@ public:
     }
 
 private:
-    static constexpr int FEW = 4;  // lines between products of vectors; 2 and 8 are slower
+    static constexpr int FEW = 4;  // lines between products of vectors; 2 are slower, 8 with several rows
     struct Span {
         const char *begin, *end;
     };
@@ -381,8 +381,9 @@ private:
 
     // That vectors take to multiply ROWS queries by a chunk's keys, and their weights by its values.
     int64_t steps(const Chunk& chunk) const {
-        const int64_t keys = ceil_div(chunk.count, attention::PANELS) * pages_.head_dim / PAIR<T>;
-        const int64_t values = ceil_div(width_ / LANES, attention::PANELS) * chunk.count * LANES / PAIR<T>;
+        const auto turns = [](int64_t panels) { return panels / attention::PANELS + panels % attention::PANELS; };
+        const int64_t keys = turns(chunk.count) * pages_.head_dim / PAIR<T>;
+        const int64_t values = turns(width_ / LANES) * chunk.count * LANES / PAIR<T>;
         return keys + values;
     }
 
