@@ -122,6 +122,29 @@ def test_two_interleaved_matrices(
         assert (mine[:, outputs:] == 0).all()
 
 
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    format_=st.sampled_from(FORMATS),
+    rows=st.integers(1, 16),
+    inputs=st.integers(1, 300),
+    outputs=st.integers(101, 700),
+    seed=st.integers(0, 999),
+)
+def test_many_outputs(format_: tuple[Kind, torch.dtype], rows: int, inputs: int, outputs: int, seed: int) -> None:
+    """Enough for several turns of a thread at tiles side by side, and some that are left over."""
+    torch.manual_seed(seed)
+    kind, dtype = format_
+    x, weight = spread(rows, inputs).to(dtype), spread(outputs, inputs)
+    assert_close(linear(x, packed(kind, weight, None, [])), kind, x, weight, None)
+
+
+@pytest.mark.parametrize("format_", FORMATS, ids=str)
+def test_no_rows_have_no_products(format_: tuple[Kind, torch.dtype]) -> None:
+    """As in a step that samples nothing."""
+    kind, dtype = format_
+    assert linear(torch.zeros(0, 64, dtype=dtype), Matrix(kind, 300, 64)).shape == (0, 300)
+
+
 # ---- The same bits in every batch ----
 
 

@@ -3,6 +3,8 @@
 // tile after tile. So a token's numbers do not depend on the batch that it is computed in.
 #pragma once
 
+#include <omp.h>
+
 #include <array>
 #include <utility>
 
@@ -82,19 +84,31 @@ constexpr int ROWS_AT_ONCE = 3;
 constexpr int ROWS_AT_ONCE = 1;
 #endif
 
-constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched, if no next tile is known
+constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched, if it is not the next tile
 
 // Called for every two lines of weights. While a tile is multiplied out of the second cache, LINES of the next one come
-// there: so memory is read evenly, however many rows a tile meets. Without a next one, LINES is 0.
+// there: so memory is read evenly, however many rows a tile meets. Without a next one, and for few rows, LINES is 0.
 template <int LINES>
-inline void fetch(const void* weights, const char*& next) {
+inline void fetch(const void* weights, const char* next) {
     if constexpr (LINES == 0) {
         __builtin_prefetch((const char*)weights + AHEAD);
         __builtin_prefetch((const char*)weights + AHEAD + 64);
     } else {
         for (int line = 0; line < LINES; ++line) __builtin_prefetch(next + 64 * line, 0, 2);
-        next += 64 * LINES;
     }
+}
+
+// Neighbouring tiles that are walked side by side: memory is read faster in several places at once.
+template <class Element>
+struct Neighbours {
+    const Element* first;
+    int64_t apart;  // elements from a tile to the next
+    int64_t count;
+};
+
+// How many: as many as leave the sums of so many rows in registers, but no more than bring something.
+constexpr int64_t side_by_side(int64_t rows) {
+    return std::max<int64_t>(1, std::min<int64_t>(4, ROWS_AT_ONCE / rows));
 }
 
 inline Words load_words(const void* from) {
@@ -131,32 +145,42 @@ inline Ints step(Ints sum, const uint8_t* weights, const int8_t* x) {
 #endif
 }
 
-template <int ROWS, int LINES, class T>
-void multiply_rows(const Tiled<T>& x, const T* weights, Span span, int64_t row, float (*sums)[TILE], const char* next) {
-    Floats left[ROWS] = {}, right[ROWS] = {};
-    for (int i = 0; i < ROWS && span.begin > 0; ++i) {
-        left[i] = load(sums[i]);
-        right[i] = load(sums[i] + LANES);
+template <int ROWS, int TILES, int LINES, class T>
+void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int64_t row, float (*sums)[TILE],
+                   const char* next) {
+    Floats left[TILES][ROWS] = {}, right[TILES][ROWS] = {};
+    for (int tile = 0; tile < TILES && span.begin > 0; ++tile) {
+        for (int i = 0; i < ROWS; ++i) {
+            left[tile][i] = load(sums[tile * MOST_ROWS + i]);
+            right[tile][i] = load(sums[tile * MOST_ROWS + i] + LANES);
+        }
     }
-    weights += span.begin * TILE;
+    const T* weights = from.first + span.begin * TILE;
     const T* rows[ROWS];
     for (int i = 0; i < ROWS; ++i) rows[i] = x.at(row + i, span.begin);
     for (int64_t piece = span.begin; piece < span.end; piece += PIECE<T>) {
 #pragma GCC unroll 4
         for (int64_t k = 0; k < PIECE<T>; k += PAIR<T>) {
-            fetch<LINES>(weights, next);
+#pragma GCC unroll 4
+            for (int tile = 0; tile < TILES; ++tile) {
+                const T* const own = weights + tile * from.apart;
+                fetch<LINES>(own, next + tile * from.apart * sizeof(T));
 #pragma GCC unroll 12
-            for (int i = 0; i < ROWS; ++i) {
-                left[i] = step(left[i], weights, rows[i] + k);
-                right[i] = step(right[i], weights + PIECE<T>, rows[i] + k);
+                for (int i = 0; i < ROWS; ++i) {
+                    left[tile][i] = step(left[tile][i], own, rows[i] + k);
+                    right[tile][i] = step(right[tile][i], own + PIECE<T>, rows[i] + k);
+                }
             }
             weights += 2 * PIECE<T>;
+            next += 64 * LINES;
         }
         for (int i = 0; i < ROWS; ++i) rows[i] += LANES * PIECE<T>;
     }
-    for (int i = 0; i < ROWS; ++i) {
-        store(sums[i], left[i]);
-        store(sums[i] + LANES, right[i]);
+    for (int tile = 0; tile < TILES; ++tile) {
+        for (int i = 0; i < ROWS; ++i) {
+            store(sums[tile * MOST_ROWS + i], left[tile][i]);
+            store(sums[tile * MOST_ROWS + i] + LANES, right[tile][i]);
+        }
     }
 }
 
@@ -166,55 +190,78 @@ inline void add_group(float* sums, Ints left, Ints right, float scale) {
     store(sums + LANES, fused(__builtin_convertvector(right, Floats), all(scale), load(sums + LANES)));
 }
 
-template <int ROWS, int LINES>
-void multiply_rows(const Packed8::Input& x, const uint8_t* weights, Span span, int64_t row, float (*sums)[TILE],
-                   const char* next) {
-    if (span.begin == 0) std::fill_n(sums[0], ROWS * TILE, 0.0f);
-    weights += span.begin * TILE;
+template <int ROWS, int TILES, int LINES>
+void multiply_rows(const Packed8::Input& x, const Neighbours<uint8_t>& from, Span span, int64_t row,
+                   float (*sums)[TILE], const char* next) {
+    for (int tile = 0; tile < TILES && span.begin == 0; ++tile) std::fill_n(sums[tile * MOST_ROWS], ROWS * TILE, 0.0f);
+    const uint8_t* weights = from.first + span.begin * TILE;
     for (int64_t group = span.begin / GROUP; group < span.end / GROUP; ++group) {
-        Ints left[ROWS], right[ROWS];
-        for (int i = 0; i < ROWS; ++i) left[i] = right[i] = Ints{} + x.corrections[x.index(row + i, group)];
-        for (int64_t k = group * GROUP; k < (group + 1) * GROUP; k += 4) {
-            fetch<LINES>(weights, next);
-#pragma GCC unroll 12
+        Ints left[TILES][ROWS], right[TILES][ROWS];
+        for (int tile = 0; tile < TILES; ++tile) {
             for (int i = 0; i < ROWS; ++i) {
-                const int8_t* const values = x.values.at(row + i, k);
-                left[i] = step(left[i], weights, values);
-                right[i] = step(right[i], weights + 64, values);
+                left[tile][i] = right[tile][i] = Ints{} + x.corrections[x.index(row + i, group)];
             }
-            weights += 2 * 64;
         }
-        for (int i = 0; i < ROWS; ++i) add_group(sums[i], left[i], right[i], x.scales[x.index(row + i, group)]);
+        for (int64_t piece = group * GROUP; piece < (group + 1) * GROUP; piece += PIECE<int8_t>) {
+            const int8_t* rows[ROWS];
+            for (int i = 0; i < ROWS; ++i) rows[i] = x.values.at(row + i, piece);
+#pragma GCC unroll 4
+            for (int64_t k = 0; k < PIECE<int8_t>; k += PAIR<int8_t>) {
+#pragma GCC unroll 4
+                for (int tile = 0; tile < TILES; ++tile) {
+                    const uint8_t* const own = weights + tile * from.apart;
+                    fetch<LINES>(own, next + tile * from.apart);
+#pragma GCC unroll 12
+                    for (int i = 0; i < ROWS; ++i) {
+                        left[tile][i] = step(left[tile][i], own, rows[i] + k);
+                        right[tile][i] = step(right[tile][i], own + PIECE<int8_t>, rows[i] + k);
+                    }
+                }
+                weights += 2 * PIECE<int8_t>;
+                next += 64 * LINES;
+            }
+        }
+        for (int tile = 0; tile < TILES; ++tile) {
+            for (int i = 0; i < ROWS; ++i) {
+                const float scale = x.scales[x.index(row + i, group)];
+                add_group(sums[tile * MOST_ROWS + i], left[tile][i], right[tile][i], scale);
+            }
+        }
     }
 }
 
-template <class Input, class Element>
-using MultiplyRows = void (*)(const Input&, const Element*, Span, int64_t, float (*)[TILE], const char*);
-
-template <class Input, class Element, int LINES, int... COUNT>
+// By the number of rows; of one tile, or of as many as there may be side by side. Sums are [TILES][MOST_ROWS][TILE].
+template <class Input, class Element, bool SIDE_BY_SIDE, int LINES, int... COUNT>
 constexpr auto multiply_by_rows(std::integer_sequence<int, COUNT...>) {
-    return std::array<MultiplyRows<Input, Element>, sizeof...(COUNT)>{multiply_rows<COUNT + 1, LINES>...};
+    using Multiply = void (*)(const Input&, const Neighbours<Element>&, Span, int64_t, float (*)[TILE], const char*);
+    return std::array<Multiply, sizeof...(COUNT)>{
+        multiply_rows<COUNT + 1, SIDE_BY_SIDE ? side_by_side(COUNT + 1) : 1, LINES>...};
 }
 
 constexpr int64_t FEW_ROWS = 3;  // meet a tile faster than it comes: what is near is fetched better than what is far
+static_assert(sizeof(Sums) == sizeof(float[MOST_ROWS][TILE]), "sums of several tiles lie one behind the other");
 
-// The rows in parts of about equal size. The first two of them fetch `next`, which may be null, half of it each.
+// The rows in parts of about equal size; with several tiles, in one. `next`, which may be null, is fetched by the only
+// part, or by the first two, half of it each.
 template <class Input, class Element>
-void multiply_vectors(const Input& x, const Element* weights, Span span, int64_t row, int64_t count, Sums& sums,
-                      const Element* next) {
+void multiply_vectors(const Input& x, const Neighbours<Element>& tiles, Span span, int64_t row, int64_t count,
+                      Sums* sums, const Element* next) {
     constexpr auto COUNTS = std::make_integer_sequence<int, ROWS_AT_ONCE>();
-    static constexpr std::array<MultiplyRows<Input, Element>, ROWS_AT_ONCE> by_rows[] = {
-        multiply_by_rows<Input, Element, 0>(COUNTS),
-        multiply_by_rows<Input, Element, 1>(COUNTS),
-        multiply_by_rows<Input, Element, 2>(COUNTS),
+    static constexpr auto beside = multiply_by_rows<Input, Element, true, 0>(COUNTS);
+    static constexpr std::array<decltype(beside), 3> alone = {
+        multiply_by_rows<Input, Element, false, 0>(COUNTS),
+        multiply_by_rows<Input, Element, false, 1>(COUNTS),
+        multiply_by_rows<Input, Element, false, 2>(COUNTS),
     };
     const int64_t parts = ceil_div(count, ROWS_AT_ONCE);
     const int64_t half = (span.end - span.begin) * TILE / 2;
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t begin = part * count / parts, end = (part + 1) * count / parts;
-        const int lines = next == nullptr || count <= FEW_ROWS || part > 1 ? 0 : parts == 1 ? 2 : 1;
-        const Element* const fetched = lines == 0 ? nullptr : next + part * half;
-        by_rows[lines][end - begin - 1](x, weights, span, row + begin, sums.at + begin, (const char*)fetched);
+        const bool near = next == nullptr || tiles.count > 1 || count <= FEW_ROWS || part > 1;
+        const int lines = near ? 0 : parts == 1 ? 2 : 1;
+        const Element* const fetched = lines == 0 ? tiles.first : next + part * half;
+        const auto& by_rows = tiles.count > 1 ? beside : alone[lines];
+        by_rows[end - begin - 1](x, tiles, span, row + begin, sums->at + begin, (const char*)fetched);
     }
 }
 
@@ -329,21 +376,21 @@ bool by_tiles() {
     return sizeof(Element) < 4 && has_tiles();
 }
 
-// Rows [row, row + count) times one tile of weights; row is a multiple of 16. `next` is the tile that comes after it, or
-// null.
+// Rows [row, row + count) times one tile of weights, or, on vectors, side_by_side(count) of them. `row` is a multiple of
+// 16; `next` is the tile that comes after them, or null.
 template <class Input, class Element>
-void multiply(const Input& x, const Element* weights, Span span, int64_t row, int64_t count, Sums& sums,
+void multiply(const Input& x, const Neighbours<Element>& tiles, Span span, int64_t row, int64_t count, Sums* sums,
               const Element* next) {
 #ifdef AMX
     if constexpr (sizeof(Element) < 4) {
         if (by_tiles<Element>()) {
             constexpr auto BLOCKS = std::make_integer_sequence<int, MOST_ROWS / LANES>();
             static constexpr auto by_blocks = multiply_by_blocks<Input, Element>(BLOCKS);
-            return by_blocks[(count - 1) / LANES](x, weights, span, row, count, sums);
+            return by_blocks[(count - 1) / LANES](x, tiles.first, span, row, count, *sums);
         }
     }
 #endif
-    multiply_vectors(x, weights, span, row, count, sums, next);
+    multiply_vectors(x, tiles, span, row, count, sums, next);
 }
 
 // ---- Whole products ----
@@ -351,6 +398,7 @@ void multiply(const Input& x, const Element* weights, Span span, int64_t row, in
 constexpr int64_t CACHED = 1 << 19;  // bytes of weights that stay in the second cache while all rows pass
 constexpr int64_t MOST_TILES = 8;    // of those weights, since their sums want room too
 constexpr int64_t NEAREST = 512;     // bytes of a row that stay in the first while those weights pass
+constexpr int64_t TURNS = 2;         // of every thread, at least, if it walks tiles side by side
 
 template <class T>
 void scale(Sums&, int64_t, const Packed<T>&, int64_t) {}
@@ -368,6 +416,7 @@ inline void scale(Sums& sums, int64_t count, const Packed8& weights, int64_t til
 template <int TOGETHER, class Weights, class Use>
 void linear(const typename Weights::Input& x, const Weights& weights, int64_t rows, const Use& use) {
     using Element = typename Weights::Element;
+    if (rows == 0) return;  // a step may sample nothing
     const int64_t inputs = Weights::padded(weights.inputs), tile_bytes = inputs * TILE * sizeof(Element);
     const int64_t all_tiles = ceil_div(weights.outputs, TILE * TOGETHER);
     const bool many = rows > 2 * MOST_ROWS;
@@ -375,7 +424,10 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
     // Rows that do not fit beside the weights anyway are read less often by more weights at a time.
     const int64_t cached = rows * inputs * (int64_t)sizeof(Element) > 2 * CACHED ? 2 * CACHED : CACHED;
     const int64_t most = std::min<int64_t>(cached / tile_bytes, MOST_TILES) / TOGETHER;
-    const int64_t together = many ? std::max<int64_t>(1, most) : 1;
+    // Each thread should have some turns, or they would end far apart.
+    const int64_t beside = by_tiles<Element>() ? 1 : side_by_side(rows);
+    const int64_t side = all_tiles >= TURNS * beside * omp_get_num_threads() ? beside : 1;
+    const int64_t together = many ? std::max<int64_t>(1, most) : side;
     const int64_t at_once = many && by_tiles<Element>() ? NEAREST / sizeof(Element) : inputs;
     thread_local Scratch scratch;
     Sums(*const sums)[TOGETHER] = (Sums(*)[TOGETHER])scratch.get<Sums>(together * TOGETHER);
@@ -385,7 +437,7 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
     const auto compute = [&](int64_t begin, int64_t next) {
         const int64_t end = std::min(begin + together, all_tiles);
         const auto after = [&](int64_t index) -> const Element* {
-            const int64_t tile = index + 1 < end * TOGETHER ? index + 1 : next * TOGETHER;
+            const int64_t tile = index < end * TOGETHER ? index : next * TOGETHER;
             return many || tile < 0 ? nullptr : weights.tile(tile);
         };
         for (int64_t row = 0; row < rows; row += rows_at_once) {
@@ -393,9 +445,12 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
             const bool last = row + rows_at_once >= rows;
             for (int64_t input = 0; input < inputs; input += at_once) {
                 const Span span = {input, std::min(input + at_once, inputs)};
-                for (int64_t index = begin * TOGETHER; index < end * TOGETHER; ++index) {
-                    Sums& own = sums[0][index - begin * TOGETHER];
-                    multiply(x, weights.tile(index), span, row, count, own, last ? after(index) : nullptr);
+                for (int64_t index = begin * TOGETHER; index < end * TOGETHER;) {
+                    const int64_t some = index + side <= end * TOGETHER ? side : 1;
+                    const Neighbours<Element> neighbours = {weights.tile(index), inputs * TILE, some};
+                    Sums* const own = sums[0] + (index - begin * TOGETHER);
+                    index += some;
+                    multiply(x, neighbours, span, row, count, own, last ? after(index) : nullptr);
                 }
             }
             for (int64_t index = begin; index < end; ++index) {
