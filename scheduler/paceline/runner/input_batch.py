@@ -33,19 +33,17 @@ def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: i
     Returns:
         token_ids [num_tokens] int64, and where each row belongs.
     """
-    counts = np.array([len(run.token_ids) for run in runs], dtype=np.int64)
-    starts = np.array([run.start for run in runs], dtype=np.int64)
-    query_starts = np.concatenate([[0], np.cumsum(counts)])
-    context_lens = starts + counts
-    width = int(-(-(context_lens.max() + ahead) // block_size))
+    query_starts = list(itertools.accumulate((len(run.token_ids) for run in runs), initial=0))
+    context_lens = [run.start + len(run.token_ids) for run in runs]
+    width = -(-(max(context_lens) + ahead) // block_size)
     tables = np.zeros((len(runs), width), dtype=np.int32)
     for row, run in enumerate(runs):
         blocks = run.block_ids[:width]
         tables[row, : len(blocks)] = blocks
     token_ids = np.array(list(itertools.chain.from_iterable(run.token_ids for run in runs)), dtype=np.int64)
     batch = PagedBatch(
-        query_starts=torch.from_numpy(query_starts.astype(np.int32)).to(device),
-        context_lens=torch.from_numpy(context_lens.astype(np.int32)).to(device),
+        query_starts=torch.from_numpy(np.array(query_starts, dtype=np.int32)).to(device),
+        context_lens=torch.from_numpy(np.array(context_lens, dtype=np.int32)).to(device),
         block_tables=torch.from_numpy(tables).to(device),
         block_size=block_size,
     )

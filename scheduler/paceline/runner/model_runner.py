@@ -124,7 +124,9 @@ class ModelRunner:
             if work.samples:
                 newest = first + work.num_tokens - 1
                 wanted.extend(range(newest, newest + len(draft.token_ids) + 1))
-        return self.model.logits(hidden[torch.tensor(wanted, dtype=torch.int64, device=hidden.device)])
+        if len(wanted) < len(hidden):
+            hidden = hidden[torch.tensor(wanted, dtype=torch.int64, device=hidden.device)]
+        return self.model.logits(hidden)
 
     def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Logprobs of the prompt tokens behind each row of a chunk, for who wants them, by request id."""
@@ -173,11 +175,7 @@ class ModelRunner:
     def _commit(
         self, batch: Batch, runs: list[Run], logits: Tensor, prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]
     ) -> tuple[SequenceResult, ...]:
-        rows = torch.split(logits, [run.depth + 1 for run in runs])
-        raw = [
-            None if run.positions.params.logprobs.completion is None else own.clone()
-            for run, own in zip(runs, rows, strict=True)
-        ]
+        raw = _raw(logits, runs)
         dead_ends = _dead_ends(edit_(logits, [run.positions for run in runs]), runs)
         verdicts = self.verifier.verify(logits, runs)
         judged = iter(zip(runs, verdicts, dead_ends, raw, strict=True))
@@ -199,6 +197,15 @@ def _first_rows(batch: Batch) -> list[int]:
     """Where the rows of each sequence begin in the forward."""
     counts = [work.num_tokens + len(draft.token_ids) for _, work, draft in batch]
     return list(itertools.accumulate(counts, initial=0))[:-1]
+
+
+def _raw(logits: Tensor, runs: list[Run]) -> list[Tensor | None]:
+    """For each run a copy of its logits, [depth + 1, vocab], if it wants logprobs."""
+    wanted = [run.positions.params.logprobs.completion is not None for run in runs]
+    if not any(wanted):
+        return [None] * len(runs)
+    rows = torch.split(logits, [run.depth + 1 for run in runs])
+    return [own.clone() if is_wanted else None for own, is_wanted in zip(rows, wanted, strict=True)]
 
 
 def _dead_ends(dead: list[int], runs: list[Run]) -> list[int | None]:
