@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from paceline.core import adaptive_depth
 from paceline.core.adaptive_depth import (
     DWELL,
+    LEAST_FACTOR,
     PLAIN_INTERVAL,
     PROBE_CREDIT,
     PROBE_SAVINGS,
@@ -281,12 +282,23 @@ def test_no_slot_at_a_high_price() -> None:
 
 def test_dear_time_makes_drafts_shallow() -> None:
     depths = []
-    for gain in (0.4, 1.0, 3.0, 10.0):
+    for gain in (1.0, 2.0, 3.0, 10.0):
         policy = adaptive()
         learned(policy, gain)
         depths += choose(policy, candidate(0.8))
     assert depths == sorted(depths, reverse=True)
     assert depths[0] > depths[1] > depths[-1] == 0
+
+
+def test_drafts_that_did_not_pay_make_time_hardly_cheaper_than_it_is_without_any() -> None:
+    """Unless somebody must draft: then nobody knows what else there is to earn."""
+    prices = {}
+    for lowest in (0, 1):
+        policy = adaptive()
+        learned(policy, 0.4)
+        choose(policy, candidate(0.8, lowest=lowest))
+        prices[lowest] = policy.decision.price_of_time * policy.costs.target(1, 0)
+    assert prices == {0: pytest.approx(LEAST_FACTOR), 1: pytest.approx(0.4, rel=1e-2)}
 
 
 def test_a_step_that_was_disturbed_hardly_moves_the_price_of_time() -> None:

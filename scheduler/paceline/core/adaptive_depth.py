@@ -33,6 +33,7 @@ DWELL: Final = 4  # steps between two decisions
 PRICE_CHANGE: Final = 0.1  # tokens; of what a slot costs, since a decision, which calls for another
 HYSTERESIS: Final = 0.03  # of a step's worth, which a change of depth must bring
 EARNINGS_DECAY: Final = 0.5 ** (1 / 16)  # per step
+LEAST_FACTOR: Final = 0.9  # the least price of time, over what time earns without drafts; chance takes up the rest
 SHORTEST: Final = 1e-9  # seconds that any step takes
 OUTLIER: Final = 3.0  # times the predicted duration: no step counts for more
 # These two are not Final, since tests take probes away.
@@ -51,8 +52,9 @@ class AdaptiveDepth:
     """Each request as deep as its drafts pay, under one price of time and one number of draft passes for all.
 
     With the price of time equal to the rate that the optimum earns, the most of tokens - price * duration is the most
-    of tokens / duration (Dinkelbach 1967). So the price is what decodes lately earned, in the time that was theirs: the
-    time of prompts is so much for each token to come, whatever the depth, and makes no other second cheaper.
+    of tokens / duration (Dinkelbach 1967). So the price is what decodes lately earned, in the time that was theirs, or
+    nearly what they would without drafts, if that is more: the time of prompts is so much for each token to come,
+    whatever the depth, and makes no other second cheaper.
 
     A `DepthPolicy`. A decision stands for `DWELL` steps unless the load changes. The number of passes changes once what
     was missed by keeping it adds up to `HYSTERESIS`. Requests that do not draft, and one position more than anyone
@@ -68,6 +70,7 @@ class AdaptiveDepth:
         # Per step, lately: tokens per sequence, and duration over that of the same decodes without drafts; no prompts.
         self._earned = 1.0
         self._spent = 1.0
+        self._may_rest = True  # everyone may go without drafts, as of the last decision
         self._num_steps = 0
         self._decided_at: int | None = None
         self._decided_for = (StepLoad(0, 0, 0, 0), 0.0)  # with the price of a slot
@@ -103,12 +106,13 @@ class AdaptiveDepth:
         if not candidates:
             return []
         before, candidates = self._decided_at, list(candidates)  # mypyc makes plain loops over lists
+        self._may_rest = not any([candidate.lowest for candidate in candidates])
         step = _Step(candidates, self._decide(candidates, load, slot_price), load, self.costs)
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
         self.decision = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
         if before is None:
             self._probe_seconds = PROBE_CREDIT * step.seconds
-        if step.slots and self._checks_plain_step(candidates, load):
+        if step.slots and self._checks_plain_step(load):
             return [NOTHING] * len(candidates)
         num_steps = 1 if before is None else self._num_steps - before
         share = PROBE_SHARE * step.seconds
@@ -117,13 +121,9 @@ class AdaptiveDepth:
         self._probe(step, slot_price / second)
         return step.chosen
 
-    def _checks_plain_step(self, candidates: Sequence[DepthCandidate], load: StepLoad) -> bool:
+    def _checks_plain_step(self, load: StepLoad) -> bool:
         """It is time for a step without drafts, and this one can be it."""
-        return (
-            self._num_steps - self._plain_at >= PLAIN_INTERVAL
-            and load.rows == load.sampling
-            and not any(candidate.lowest for candidate in candidates)
-        )
+        return self._may_rest and self._num_steps - self._plain_at >= PLAIN_INTERVAL and load.rows == load.sampling
 
     def observe(self, outcome: Outcome) -> None:
         """Move the price of time. A step without decodes says nothing of it."""
@@ -150,10 +150,15 @@ class AdaptiveDepth:
     def _price_of_time(self, load: StepLoad) -> float:
         """Tokens per second: what these sequences earn without drafts, times what drafts lately made of it.
 
-        That factor depends little on the number of sequences, so the price follows a change of load at once.
+        That factor depends little on the number of sequences, so the price follows a change of load at once. Where all
+        may go without drafts, the best there is earns no less than that, whatever drafts that did not pay have earned;
+        what is a little less is left as it is, or chance would make time dearer than it is.
         """
         plain = self.costs.target(load.sampling, load.context, load.sampling)
-        return self._earned / self._spent * load.sampling / max(plain, SHORTEST)
+        factor = self._earned / self._spent
+        if self._may_rest:
+            factor = max(LEAST_FACTOR, factor)
+        return factor * load.sampling / max(plain, SHORTEST)
 
     # -- between decisions ---------------------------------------------------------------------------------------------
 
