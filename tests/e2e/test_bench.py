@@ -313,6 +313,12 @@ def test_workloads_are_whole_batches() -> None:
     assert depth.workload(prompts, streams=1, least=2, sampling=None) == [[((1,) * 4, copying)], [((2,), wild)]]
 
 
+def test_seeds_count_up_over_the_streams_of_a_workload() -> None:
+    seeded = SamplingParams(temperature=0.8, seed=5)
+    batches = depth.workload([(1,), (2,)], streams=2, least=4, sampling=seeded)
+    assert [[sampling.seed for _, sampling in batch] for batch in batches] == [[5, 6], [7, 8]]
+
+
 def _cell(streams: int, **rates: tuple[list[float], list[float]]) -> depth.Cell:
     """Rates of exploring and of comparing repetitions by setting; fixed depths as d1, d2, ..."""
     runs = {}
@@ -391,6 +397,17 @@ def test_a_method_restricts_auto_and_fixed_depths_alike() -> None:
     assert [depth.default_method(draft) for draft in ("demo", "ngram")] == [Method.DRAFT_MODEL, Method.NGRAM]
     with pytest.raises(InvalidArgument, match="method = 'none': must be auto, draft_model, ngram"):
         depth.parse_method("none")
+
+
+def test_streams_of_two_kinds_have_no_seeds() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "bench", "depth", "--mixed", "--seed", "1"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert "seed = 1: must be none with --mixed" in " ".join(done.stderr.split())
 
 
 def test_unknown_depths_are_refused_by_name() -> None:

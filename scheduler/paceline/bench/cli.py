@@ -147,6 +147,10 @@ def depth(
     ] = 6,
     dtype: Dtype = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of the first sampled stream, others count up: all settings emit the same tokens."),
+    ] = None,
     mixed: Annotated[
         bool,
         typer.Option("--mixed", help="Half of the streams copy, half are wild; all depths have the same drafters."),
@@ -162,17 +166,21 @@ def depth(
     from paceline.bench.synthetic import decree, parse_rates
     from paceline.bench.throughput import parse_sizes
     from paceline.core.params import SamplingParams
+    from paceline.errors import InvalidArgument
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
+    if mixed and seed is not None:
+        raise InvalidArgument("seed", seed, "none with --mixed, whose streams have no seeds")
     sizes, drafter = parse_sizes(concurrency), parse_method(method)
     fixed_drafter = drafter or (None if mixed else default_method(draft))
     settings = parse_settings(depths, fixed_drafter, drafter)
     engine = build_engine(
         EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes), prefix_cache="off")
     )
-    sampling = None if mixed else SamplingParams(temperature=temperature)
-    kind = "copying and wild streams" if mixed else f"temperature {temperature}"
+    sampling = None if mixed else SamplingParams(temperature=temperature, seed=seed)
+    seeded = "" if seed is None else f", seeds from {seed}"
+    kind = "copying and wild streams" if mixed else f"temperature {temperature}{seeded}"
     title = f"{model} with draft {draft}, method {method}, {kind}: {max_tokens} tokens a stream"
     if synthetic is not None:
         decree(engine, parse_rates(synthetic))

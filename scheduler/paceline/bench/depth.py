@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import geometric_mean, mean, median, stdev
 from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
@@ -243,8 +243,9 @@ def measure(
     know of its drafters.
 
     Args:
-        sampling: of every stream; None for streams of two kinds in turn: greedy ones whose prompt is a passage over
-            and over, so that they go on copying, and ones at a high temperature.
+        sampling: of every stream, whose seeds count up from the one that it has, if any; None for streams of two kinds
+            in turn: greedy ones whose prompt is a passage over and over, so that they go on copying, and ones at a high
+            temperature.
 
     Raises:
         InvalidArgument, FailedPrecondition: a setting that the engine refuses.
@@ -277,7 +278,10 @@ def workload(
             (prompt if i % 2 else COPIES * prompt[:PASSAGE], MIXED[i % 2]) for i, prompt in enumerate(chosen)
         ]
     else:
-        all_streams = [(prompt, sampling) for prompt in chosen]
+        seed = sampling.seed
+        all_streams = [
+            (prompt, sampling if seed is None else replace(sampling, seed=seed + i)) for i, prompt in enumerate(chosen)
+        ]
     return [all_streams[first : first + streams] for first in range(0, len(all_streams), streams)]
 
 
