@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from paceline.core import adaptive_depth
 from paceline.core.adaptive_depth import (
     DWELL,
+    LEAST_CREDIT,
     LEAST_FACTOR,
     PLAIN_INTERVAL,
     PROBE_CREDIT,
-    PROBE_SAVINGS,
     PROBE_SHARE,
     AdaptiveDepth,
 )
@@ -538,7 +538,8 @@ def test_probes_take_no_more_than_their_share(count: int) -> None:
     spent = 0.0
     for who in idle_steps(policy, count, steps):
         spent += costs.by_rows(count + len(who)) - plain + (0.5 if who else 0.0)
-    assert 0.0 < spent <= (PROBE_SHARE * steps + PROBE_CREDIT) * plain * (1 + 1e-9)
+    credit = max(LEAST_CREDIT, PROBE_CREDIT / count)
+    assert 0.0 < spent <= (PROBE_SHARE * steps + credit) * plain * (1 + 1e-9)
     assert PROBE_SHARE <= 0.02
 
 
@@ -548,14 +549,26 @@ def test_a_probe_that_pays_makes_the_request_draft() -> None:
     assert [choose(policy, candidate(0.9))[0] for _ in range(4)][-1] > 1
 
 
-def test_requests_go_on_while_what_they_lose_together_is_paid_for() -> None:
-    """A pass for all costs half a step, which four of .3 earn in part: .2 of a step is lost each time."""
-    policy = adaptive(Costs(lambda rows: 1.0, lambda count: 0.5))
-    depths = [choose(policy, *(candidate(0.3, i) for i in range(4))) for _ in range(200)]
-    lasted = depths.index([0] * 4)
-    assert depths[:lasted] == [[1] * 4] * lasted
-    assert 0.2 * lasted == pytest.approx(PROBE_SAVINGS * PROBE_SHARE, abs=0.4)
-    assert sum(map(any, depths[lasted:])) <= 0.01 / 0.2 * (200 - lasted) + 1
+@pytest.mark.parametrize("count", [1, 4, 40])
+def test_requests_go_on_while_what_they_lose_together_is_paid_for(count: int) -> None:
+    """A pass for all costs half a step, which they earn in part: .1 of a step is lost each time, at once by as many."""
+    policy = adaptive(Costs(lambda rows: 1.0, lambda _: 0.5))
+    depths = [choose(policy, *(candidate(0.4, i) for i in range(count))) for _ in range(200)]
+    lasted = depths.index([0] * count)
+    assert depths[:lasted] == [[1] * count] * lasted
+    credit = max(LEAST_CREDIT, PROBE_CREDIT / count)
+    assert 0.1 * lasted == pytest.approx(credit, abs=0.1 * DWELL + 0.1 * credit)
+    assert sum(map(any, depths[lasted:])) <= 0.01 / 0.1 * (200 - lasted) + DWELL
+
+
+def test_nothing_is_saved_for_probes_while_bounds_decide() -> None:
+    policy = adaptive(Costs(lambda rows: 1.0))
+    saved = []
+    for lowest in (2, 0):
+        for _ in range(4 * DWELL):
+            choose(policy, candidate(0.01, method=NGRAM, lowest=lowest, highest=2))
+        saved.append(policy._probe_seconds)
+    assert saved == [PROBE_CREDIT, pytest.approx(PROBE_CREDIT + 4 * DWELL * PROBE_SHARE, abs=DWELL * PROBE_SHARE)]
 
 
 def test_only_those_go_on_that_earn_half_of_what_they_cost() -> None:

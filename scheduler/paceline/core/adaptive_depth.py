@@ -37,8 +37,11 @@ LEAST_FACTOR: Final = 0.9  # the least price of time, over what time earns witho
 SHORTEST: Final = 1e-9  # seconds that any step takes
 OUTLIER: Final = 3.0  # times the predicted duration: no step counts for more
 # These two are not Final, since tests take probes away.
-PROBE_SHARE = 0.005  # of all step time, the most that probes may take
-PROBE_CREDIT = 5.0  # steps' worth to begin with: a mistake about an unknown drafter would last
+PROBE_SHARE = 0.005  # of the time of all steps with a choice, the most that probes may take
+# Steps' worth to begin with, of one request: a mistake about an unknown drafter would last. Many requests learn the same
+# in as many times fewer steps.
+PROBE_CREDIT = 5.0
+LEAST_CREDIT: Final = 0.5  # steps' worth, however many there are: enough for a draft pass
 PROBE_SAVINGS: Final = 1024  # steps for which an unused share is kept
 PROBE_INTERVAL: Final = 32  # steps without drafts before a request's first probe
 MAX_PROBE_INTERVAL: Final = 512
@@ -111,12 +114,13 @@ class AdaptiveDepth:
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
         self.decision = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
         if before is None:
-            self._probe_seconds = PROBE_CREDIT * step.seconds
+            self._probe_seconds = max(LEAST_CREDIT, PROBE_CREDIT / load.sampling) * step.seconds
         if step.slots and self._checks_plain_step(load):
             return [NOTHING] * len(candidates)
-        num_steps = 1 if before is None else self._num_steps - before
         share = PROBE_SHARE * step.seconds
-        self._probe_seconds = min(self._probe_seconds + num_steps * share, PROBE_SAVINGS * share)
+        if any([candidate.lowest < candidate.highest for candidate in candidates]):
+            self._probe_seconds += share * (1 if before is None else self._num_steps - before)
+        self._probe_seconds = min(self._probe_seconds, PROBE_SAVINGS * share)
         self._go_on(step, slot_price / second)
         self._probe(step, slot_price / second)
         return step.chosen
