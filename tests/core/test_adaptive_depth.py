@@ -15,7 +15,7 @@ from paceline.core import adaptive_depth
 from paceline.core.adaptive_depth import (
     DWELL,
     LEAST_CREDIT,
-    LEAST_FACTOR,
+    LEAST_SHARE,
     PLAIN_INTERVAL,
     PROBE_CREDIT,
     PROBE_SHARE,
@@ -290,15 +290,14 @@ def test_dear_time_makes_drafts_shallow() -> None:
     assert depths[0] > depths[1] > depths[-1] == 0
 
 
-def test_drafts_that_did_not_pay_make_time_hardly_cheaper_than_it_is_without_any() -> None:
-    """Unless somebody must draft: then nobody knows what else there is to earn."""
-    prices = {}
-    for lowest in (0, 1):
-        policy = adaptive()
-        learned(policy, 0.4)
-        choose(policy, candidate(0.8, lowest=lowest))
-        prices[lowest] = policy.decision.price_of_time * policy.costs.target(1, 0)
-    assert prices == {0: pytest.approx(LEAST_FACTOR), 1: pytest.approx(0.4, rel=1e-2)}
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_drafts_that_did_not_pay_make_time_hardly_cheaper_than_it_is_with_those_alone_that_must_be(asked: int) -> None:
+    """Each of two requests that must draft earns .01 tokens for a row of .1; all of their passes take .1."""
+    policy = adaptive()
+    learned(policy, 0.4)
+    choose(policy, *(candidate(0.01, i, lowest=i < asked) for i in range(2)))
+    best = (2 + 0.01 * asked) / (1.2 + 0.1 * asked + 0.1 * (asked > 0))
+    assert policy.decision.price_of_time == pytest.approx(LEAST_SHARE * best)
 
 
 def test_a_step_that_was_disturbed_hardly_moves_the_price_of_time() -> None:

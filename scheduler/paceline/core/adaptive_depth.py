@@ -33,13 +33,13 @@ DWELL: Final = 4  # steps between two decisions
 PRICE_CHANGE: Final = 0.1  # tokens; of what a slot costs, since a decision, which calls for another
 HYSTERESIS: Final = 0.03  # of a step's worth, which a change of depth must bring
 EARNINGS_DECAY: Final = 0.5 ** (1 / 16)  # per step
-LEAST_FACTOR: Final = 0.9  # the least price of time, over what time earns without drafts; chance takes up the rest
+LEAST_SHARE: Final = 0.9  # the least price of time, over what time earns without free drafts; chance takes up the rest
 SHORTEST: Final = 1e-9  # seconds that any step takes
 OUTLIER: Final = 3.0  # times the predicted duration: no step counts for more
 # These two are not Final, since tests take probes away.
 PROBE_SHARE = 0.005  # of the time of all steps with a choice, the most that probes may take
-# Steps' worth to begin with, of one request: a mistake about an unknown drafter would last. Many requests learn the same
-# in as many times fewer steps.
+# Steps' worth to begin with, of one request: a mistake about an unknown drafter would last. Many requests learn as much
+# in fewer steps.
 PROBE_CREDIT = 5.0
 LEAST_CREDIT: Final = 0.5  # steps' worth, however many there are: enough for a draft pass
 PROBE_SAVINGS: Final = 1024  # steps for which an unused share is kept
@@ -56,8 +56,8 @@ class AdaptiveDepth:
 
     With the price of time equal to the rate that the optimum earns, the most of tokens - price * duration is the most
     of tokens / duration (Dinkelbach 1967). So the price is what decodes lately earned, in the time that was theirs, or
-    nearly what they would without drafts, if that is more: the time of prompts is so much for each token to come,
-    whatever the depth, and makes no other second cheaper.
+    nearly what they would with no draft but those that bounds ask for, if that is more: the time of prompts is so much
+    for each token to come, whatever the depth, and makes no other second cheaper.
 
     A `DepthPolicy`. A decision stands for `DWELL` steps unless the load changes. The number of passes changes once what
     was missed by keeping it adds up to `HYSTERESIS`. Requests that do not draft, and one position more than anyone
@@ -73,7 +73,7 @@ class AdaptiveDepth:
         # Per step, lately: tokens per sequence, and duration over that of the same decodes without drafts; no prompts.
         self._earned = 1.0
         self._spent = 1.0
-        self._may_rest = True  # everyone may go without drafts, as of the last decision
+        self._least_factor = LEAST_SHARE  # of earned over spent, as of the last decision
         self._num_steps = 0
         self._decided_at: int | None = None
         self._decided_for = (StepLoad(0, 0, 0, 0), 0.0)  # with the price of a slot
@@ -109,13 +109,13 @@ class AdaptiveDepth:
         if not candidates:
             return []
         before, candidates = self._decided_at, list(candidates)  # mypyc makes plain loops over lists
-        self._may_rest = not any([candidate.lowest for candidate in candidates])
+        self._least_factor = self._factor_of_least(candidates, load)
         step = _Step(candidates, self._decide(candidates, load, slot_price), load, self.costs)
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
         self.decision = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
         if before is None:
             self._probe_seconds = max(LEAST_CREDIT, PROBE_CREDIT / load.sampling) * step.seconds
-        if step.slots and self._checks_plain_step(load):
+        if step.slots and self._checks_plain_step(candidates, load):
             return [NOTHING] * len(candidates)
         share = PROBE_SHARE * step.seconds
         if any([candidate.lowest < candidate.highest for candidate in candidates]):
@@ -125,9 +125,13 @@ class AdaptiveDepth:
         self._probe(step, slot_price / second)
         return step.chosen
 
-    def _checks_plain_step(self, load: StepLoad) -> bool:
+    def _checks_plain_step(self, candidates: Sequence[DepthCandidate], load: StepLoad) -> bool:
         """It is time for a step without drafts, and this one can be it."""
-        return self._may_rest and self._num_steps - self._plain_at >= PLAIN_INTERVAL and load.rows == load.sampling
+        return (
+            self._num_steps - self._plain_at >= PLAIN_INTERVAL
+            and load.rows == load.sampling
+            and not any([candidate.lowest for candidate in candidates])
+        )
 
     def observe(self, outcome: Outcome) -> None:
         """Move the price of time. A step without decodes says nothing of it."""
@@ -154,15 +158,22 @@ class AdaptiveDepth:
     def _price_of_time(self, load: StepLoad) -> float:
         """Tokens per second: what these sequences earn without drafts, times what drafts lately made of it.
 
-        That factor depends little on the number of sequences, so the price follows a change of load at once. Where all
-        may go without drafts, the best there is earns no less than that, whatever drafts that did not pay have earned;
+        That factor depends little on the number of sequences, so the price follows a change of load at once. The best
+        there is earns no less than drafting only what bounds ask for, whatever drafts that did not pay have earned;
         what is a little less is left as it is, or chance would make time dearer than it is.
         """
         plain = self.costs.target(load.sampling, load.context, load.sampling)
-        factor = self._earned / self._spent
-        if self._may_rest:
-            factor = max(LEAST_FACTOR, factor)
+        factor = max(self._least_factor, self._earned / self._spent)
         return factor * load.sampling / max(plain, SHORTEST)
+
+    def _factor_of_least(self, candidates: list[DepthCandidate], load: StepLoad) -> float:
+        """The least factor of the price of time."""
+        asked = [within_bounds(candidate, candidate.offers[0], 0) for candidate in candidates]
+        if not any([choice.depth for choice in asked]):
+            return LEAST_SHARE
+        decodes = replace(load, rows=load.sampling)
+        least, plain = (_Step(candidates, chosen, decodes, self.costs) for chosen in (asked, [NOTHING] * len(asked)))
+        return LEAST_SHARE * least.tokens / least.seconds * plain.seconds / plain.tokens
 
     # -- between decisions ---------------------------------------------------------------------------------------------
 
