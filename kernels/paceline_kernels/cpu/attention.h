@@ -113,31 +113,6 @@ private:
 
 // ---- Products of matrices ----
 
-// What a register holds: some lanes of a vector. Compilers keep wider ones in memory, at many times the cost.
-#if defined(__AVX512F__)
-typedef Floats Register;
-#else
-typedef Half Register;
-#endif
-typedef uint32_t Bits __attribute__((vector_size(sizeof(Register))));
-constexpr int WIDTH = sizeof(Register) / sizeof(float);
-
-inline Register load_register(const void* from) {
-    Register x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
-
-inline void store_register(float* to, Register x) { std::memcpy(to, &x, sizeof x); }
-
-inline Register multiply_add(Register a, Register b, Register c) {
-#if defined(__AVX512F__)
-    return fused(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
 // sum + the dot products of one pair with the pairs in the lanes.
 inline Register add_products(Register sum, const float* pair, Register lanes) {
     return multiply_add(*pair - Register{}, lanes, sum);
@@ -536,13 +511,13 @@ private:
             if (chunk.count % 2 == 1) std::fill_n(weights + chunk.count * LANES, LANES, T{});  // they are added in twos
             // Of the weights as they were rounded, so that a mean of equal values is that value.
             const T ones[] = {from_float<T>(1), from_float<T>(1)};
-            for (int lane = 0; lane < LANES; lane += attention::WIDTH) {
+            for (int lane = 0; lane < LANES; lane += WIDTH) {
                 float* const to = state.totals[i] + lane;
-                attention::Register total = attention::load_register(to) * correction[i];
+                Register total = load_register(to) * correction[i];
                 for (int64_t k = lane * PAIR<T>; k < chunk.count * LANES; k += PIECE<T>) {
-                    total = attention::add_products(total, ones, attention::load_register(weights + k));
+                    total = attention::add_products(total, ones, load_register(weights + k));
                 }
-                attention::store_register(to, total);
+                store_register(to, total);
             }
         }
         return correction;

@@ -6,28 +6,20 @@
 #include <cstring>
 
 #include "amx.h"
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "vec.h"
 
 namespace {
 
-// A register, and how many of them can be summed up at once: enough to hide what a sum waits for, and no more than there
-// are.
+// How many registers can be summed up at once: enough to hide what a sum waits for, and no more than there are.
 #if defined(__AVX512F__)
-constexpr int WIDTH = 64, SUMS = 16;
-#elif defined(__AVX2__)
-constexpr int WIDTH = 32, SUMS = 12;
+constexpr int SUMS = 16;
 #else
-constexpr int WIDTH = 16, SUMS = 12;
+constexpr int SUMS = 12;
 #endif
-typedef float Register __attribute__((vector_size(WIDTH)));
-typedef uint32_t Bits __attribute__((vector_size(WIDTH)));
 
 uint32_t folded(Bits x) {
     uint32_t all = 0;
-    for (int lane = 0; lane < WIDTH / 4; ++lane) all ^= x[lane];
+    for (int lane = 0; lane < WIDTH; ++lane) all ^= x[lane];
     return all;
 }
 
@@ -52,7 +44,7 @@ Bits read_pieces(const char* from, int64_t lines, int64_t ahead) {
             const char* const at = from + stream * piece + i;
             if (ahead) __builtin_prefetch(at + ahead);
 #pragma GCC unroll 4
-            for (int64_t part = 0; part < LINE; part += WIDTH) seen[stream] ^= bits_at(at + part);
+            for (int64_t part = 0; part < LINE; part += REGISTER) seen[stream] ^= bits_at(at + part);
         }
     }
     for (int stream = 1; stream < STREAMS; ++stream) seen[0] ^= seen[stream];
@@ -95,12 +87,12 @@ uint32_t repeat(int64_t rounds, const Step& step) {
     return all;
 }
 
-constexpr int64_t OPERATIONS = 2 * SUMS * WIDTH;  // per round and byte of an element: a product and its sum
+constexpr int64_t OPERATIONS = 2 * SUMS * REGISTER;  // per round and byte of an element: a product and its sum
 
 // Each returns how many operations a thread has done.
 
 int64_t multiply_floats(int64_t rounds, uint32_t& seen) {
-    seen = repeat(rounds, [](Register sum, Register a, Register b) { return a * b + sum; });
+    seen = repeat(rounds, [](Register sum, Register a, Register b) { return multiply_add(a, b, sum); });
     return rounds * OPERATIONS / 4;
 }
 

@@ -111,11 +111,7 @@ constexpr int64_t side_by_side(int64_t rows) {
     return std::max<int64_t>(1, std::min<int64_t>(4, ROWS_AT_ONCE / rows));
 }
 
-inline Words load_words(const void* from) {
-    Words x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
+constexpr int COLUMNS = TILE / WIDTH;  // of registers, for the outputs of a tile
 
 inline uint32_t load_word(const void* from) {
     uint32_t x;
@@ -123,36 +119,46 @@ inline uint32_t load_word(const void* from) {
     return x;
 }
 
-inline Floats step(Floats sum, const float* weights, const float* x) { return fused(load(weights), all(*x), sum); }
+// sum + weights * x, for a piece of a line of weights and what meets it.
+inline Register step(Register sum, const float* weights, const float* x) {
+    return multiply_add(load_register(weights), Register{} + *x, sum);
+}
 
-inline Floats step(Floats sum, const bfloat16* weights, const bfloat16* x) {
-    const Words w = load_words(weights), pair = Words{} + load_word(x);
+inline Register step(Register sum, const bfloat16* weights, const bfloat16* x) {
+    const Bits w = (Bits)load_register(weights), pair = Bits{} + load_word(x);
 #ifdef __AVX512BF16__
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)w, (__m512bh)(__m512i)pair);
+    return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)w, (__m512bh)(__m512i)pair);
 #else
-    sum = fused((Floats)(w << 16), (Floats)(pair << 16), sum);
-    return fused((Floats)(w & 0xffff0000u), (Floats)(pair & 0xffff0000u), sum);
+    sum = multiply_add((Register)(w << 16), (Register)(pair << 16), sum);
+    return multiply_add((Register)(w & 0xffff0000u), (Register)(pair & 0xffff0000u), sum);
 #endif
 }
 
-inline Ints step(Ints sum, const uint8_t* weights, const int8_t* x) {
-    const Words w = load_words(weights);
-#ifdef __AVX512VNNI__
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)(Words{} + load_word(x)));
+inline Integers step(Integers sum, const uint8_t* weights, const int8_t* x) {
+    const Bits w = (Bits)load_register(weights);
+#if defined(__AVX512VNNI__)
+    return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)(Bits{} + load_word(x)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    // Even bytes and odd ones, in 16 bits each. (_mm256_maddubs_epi16 would saturate.)
+    const __m256i bytes = (__m256i)(Bits{} + load_word(x));
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
+    sum += (Integers)_mm256_madd_epi16((__m256i)(w & 0x00ff00ffu), even);
+    return sum + (Integers)_mm256_madd_epi16((__m256i)(w >> 8 & 0x00ff00ffu), odd);
 #else
-    for (int i = 0; i < 4; ++i) sum += (Ints)((w >> (8 * i)) & 0xffu) * (int32_t)x[i];
+    for (int i = 0; i < 4; ++i) sum += (Integers)((w >> (8 * i)) & 0xffu) * (int32_t)x[i];
     return sum;
 #endif
 }
 
 template <int ROWS, int TILES, int LINES, class T>
-void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int64_t row, float (*sums)[TILE],
+void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int64_t row, float (*to)[TILE],
                    const char* next) {
-    Floats left[TILES][ROWS] = {}, right[TILES][ROWS] = {};
+    Register sums[TILES][ROWS][COLUMNS] = {};
     for (int tile = 0; tile < TILES && span.begin > 0; ++tile) {
         for (int i = 0; i < ROWS; ++i) {
-            left[tile][i] = load(sums[tile * MOST_ROWS + i]);
-            right[tile][i] = load(sums[tile * MOST_ROWS + i] + LANES);
+            for (int column = 0; column < COLUMNS; ++column) {
+                sums[tile][i][column] = load_register(to[tile * MOST_ROWS + i] + column * WIDTH);
+            }
         }
     }
     const T* weights = from.first + span.begin * TILE;
@@ -167,8 +173,11 @@ void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int6
                 fetch<LINES>(own, next + tile * from.apart * sizeof(T));
 #pragma GCC unroll 12
                 for (int i = 0; i < ROWS; ++i) {
-                    left[tile][i] = step(left[tile][i], own, rows[i] + k);
-                    right[tile][i] = step(right[tile][i], own + PIECE<T>, rows[i] + k);
+#pragma GCC unroll 8
+                    for (int column = 0; column < COLUMNS; ++column) {
+                        Register& sum = sums[tile][i][column];
+                        sum = step(sum, own + column * WIDTH * PAIR<T>, rows[i] + k);
+                    }
                 }
             }
             weights += 2 * PIECE<T>;
@@ -178,28 +187,33 @@ void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int6
     }
     for (int tile = 0; tile < TILES; ++tile) {
         for (int i = 0; i < ROWS; ++i) {
-            store(sums[tile * MOST_ROWS + i], left[tile][i]);
-            store(sums[tile * MOST_ROWS + i] + LANES, right[tile][i]);
+            for (int column = 0; column < COLUMNS; ++column) {
+                store_register(to[tile * MOST_ROWS + i] + column * WIDTH, sums[tile][i][column]);
+            }
         }
     }
 }
 
 // Adds a group's integers to the sums of a row, scaled.
-inline void add_group(float* sums, Ints left, Ints right, float scale) {
-    store(sums, fused(__builtin_convertvector(left, Floats), all(scale), load(sums)));
-    store(sums + LANES, fused(__builtin_convertvector(right, Floats), all(scale), load(sums + LANES)));
+inline void add_group(float* sums, const Integers* group, float scale) {
+    for (int column = 0; column < COLUMNS; ++column) {
+        float* const to = sums + column * WIDTH;
+        const Register some = __builtin_convertvector(group[column], Register);
+        store_register(to, multiply_add(some, Register{} + scale, load_register(to)));
+    }
 }
 
 template <int ROWS, int TILES, int LINES>
 void multiply_rows(const Packed8::Input& x, const Neighbours<uint8_t>& from, Span span, int64_t row,
-                   float (*sums)[TILE], const char* next) {
-    for (int tile = 0; tile < TILES && span.begin == 0; ++tile) std::fill_n(sums[tile * MOST_ROWS], ROWS * TILE, 0.0f);
+                   float (*to)[TILE], const char* next) {
+    for (int tile = 0; tile < TILES && span.begin == 0; ++tile) std::fill_n(to[tile * MOST_ROWS], ROWS * TILE, 0.0f);
     const uint8_t* weights = from.first + span.begin * TILE;
     for (int64_t group = span.begin / GROUP; group < span.end / GROUP; ++group) {
-        Ints left[TILES][ROWS], right[TILES][ROWS];
+        Integers sums[TILES][ROWS][COLUMNS];
         for (int tile = 0; tile < TILES; ++tile) {
             for (int i = 0; i < ROWS; ++i) {
-                left[tile][i] = right[tile][i] = Ints{} + x.corrections[x.index(row + i, group)];
+                const int32_t correction = x.corrections[x.index(row + i, group)];
+                for (Integers& sum : sums[tile][i]) sum = Integers{} + correction;
             }
         }
         for (int64_t piece = group * GROUP; piece < (group + 1) * GROUP; piece += PIECE<int8_t>) {
@@ -213,8 +227,11 @@ void multiply_rows(const Packed8::Input& x, const Neighbours<uint8_t>& from, Spa
                     fetch<LINES>(own, next + tile * from.apart);
 #pragma GCC unroll 12
                     for (int i = 0; i < ROWS; ++i) {
-                        left[tile][i] = step(left[tile][i], own, rows[i] + k);
-                        right[tile][i] = step(right[tile][i], own + PIECE<int8_t>, rows[i] + k);
+#pragma GCC unroll 8
+                        for (int column = 0; column < COLUMNS; ++column) {
+                            Integers& sum = sums[tile][i][column];
+                            sum = step(sum, own + column * WIDTH * PAIR<int8_t>, rows[i] + k);
+                        }
                     }
                 }
                 weights += 2 * PIECE<int8_t>;
@@ -224,7 +241,7 @@ void multiply_rows(const Packed8::Input& x, const Neighbours<uint8_t>& from, Spa
         for (int tile = 0; tile < TILES; ++tile) {
             for (int i = 0; i < ROWS; ++i) {
                 const float scale = x.scales[x.index(row + i, group)];
-                add_group(sums[tile * MOST_ROWS + i], left[tile][i], right[tile][i], scale);
+                add_group(to[tile * MOST_ROWS + i], sums[tile][i], scale);
             }
         }
     }
@@ -355,9 +372,10 @@ void multiply_tiles(const Packed8::Input& x, const uint8_t* weights, Span span, 
         multiply_steps<BLOCKS>(x.values, row, weights, group * GROUP / 64, (group + 1) * GROUP / 64, nullptr, products);
         for (int64_t i = 0; i < count; ++i) {
             const int64_t index = x.index(row + i, group);
-            const Ints correction = Ints{} + x.corrections[index];
-            add_group(sums.at[i], (Ints)load_words(products[i]) + correction,
-                      (Ints)load_words(products[i] + LANES) + correction, x.scales[index]);
+            const Integers correction = Integers{} + x.corrections[index];
+            const Integers group[] = {(Integers)load_register(products[i]) + correction,
+                                      (Integers)load_register(products[i] + LANES) + correction};
+            add_group(sums.at[i], group, x.scales[index]);
         }
     }
 }

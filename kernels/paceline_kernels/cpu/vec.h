@@ -166,20 +166,54 @@ inline void interleave(uint64_t* to, Wide a, Wide b) {
 #endif
 }
 
+// ---- Registers ----
+
+// What a register holds: some lanes of a vector. Compilers keep wider ones in memory, at many times the cost, so that
+// products are written for registers.
+#if defined(__AVX512F__)
+constexpr int REGISTER = 64;  // bytes
+#elif defined(__AVX2__)
+constexpr int REGISTER = 32;
+#else
+constexpr int REGISTER = 16;
+#endif
+constexpr int WIDTH = REGISTER / sizeof(float);
+typedef float Register __attribute__((vector_size(REGISTER)));
+typedef int32_t Integers __attribute__((vector_size(REGISTER)));
+typedef uint32_t Bits __attribute__((vector_size(REGISTER)));
+
+inline Register load_register(const void* from) {
+    Register x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+inline void store_register(float* to, Register x) { std::memcpy(to, &x, sizeof x); }
+
+// Rounded once where the machine can.
+inline Register multiply_add(Register a, Register b, Register c) {
+#if defined(__AVX512F__)
+    return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && defined(__AVX2__)
+    return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__) && defined(__AVX2__)
-    __m256 x[2], y[2], z[2];
+    return multiply_add(a, b, c);
+#else
+    constexpr int PARTS = LANES / WIDTH;
+    Register x[PARTS], y[PARTS], z[PARTS];
     std::memcpy(x, &a, sizeof x);
     std::memcpy(y, &b, sizeof y);
     std::memcpy(z, &c, sizeof z);
-    for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+    for (int i = 0; i < PARTS; ++i) z[i] = multiply_add(x[i], y[i], z[i]);
     Floats sum;
     std::memcpy(&sum, z, sizeof sum);
     return sum;
-#else
-    return a * b + c;
 #endif
 }
 
