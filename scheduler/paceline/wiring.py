@@ -113,8 +113,8 @@ def build_engine(settings: EngineSettings) -> Engine:
         raise InvalidArgument("prefix_cache", settings.prefix_cache, ", ".join(PrefixScope))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _set_threads(settings.threads)
-    dtype = _choose_dtype(settings.dtype, device)
     native = _choose_native(settings, device)
+    dtype = _choose_dtype(settings.dtype, device, native)
     method, depth, max_depth = _speculation(settings)
     model_path = _model_path(settings.model)
     draft_path = None if max_depth == 0 else _draft_path(settings.draft)
@@ -208,12 +208,13 @@ def _costs(key: str, runner: ModelRunner, config: SchedulerConfig) -> CostModel:
     return costs
 
 
-def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
+def _choose_dtype(name: str, device: torch.device, native: bool) -> torch.dtype:
     if name == "auto":
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
         capabilities = torch.cpu.get_capabilities()
-        fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16")
+        # The native backend widens what it reads: half of the bytes pays on any CPU.
+        fast = native or capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16")
         return torch.bfloat16 if fast else torch.float32
     if name not in DTYPES:
         raise InvalidArgument("dtype", name, "auto, float32 or bfloat16")

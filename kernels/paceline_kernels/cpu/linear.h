@@ -119,9 +119,23 @@ inline uint32_t load_word(const void* from) {
     return x;
 }
 
+// The order in which the sums of a tile are added to: the one that leaves most of them in registers.
+struct Place {
+    int row, column;
+};
+
+template <int ROWS>
+constexpr Place place(int number) {
+#if defined(__AVX512F__)
+    return {number / COLUMNS, number % COLUMNS};
+#else
+    return {number % ROWS, number / ROWS};
+#endif
+}
+
 // sum + weights * x, for a piece of a line of weights and what meets it.
 inline Register step(Register sum, const float* weights, const float* x) {
-    return multiply_add(load_register(weights), Register{} + *x, sum);
+    return multiply_add(load_register(weights), *x - Register{}, sum);
 }
 
 inline Register step(Register sum, const bfloat16* weights, const bfloat16* x) {
@@ -171,13 +185,11 @@ void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int6
             for (int tile = 0; tile < TILES; ++tile) {
                 const T* const own = weights + tile * from.apart;
                 fetch<LINES>(own, next + tile * from.apart * sizeof(T));
-#pragma GCC unroll 12
-                for (int i = 0; i < ROWS; ++i) {
-#pragma GCC unroll 8
-                    for (int column = 0; column < COLUMNS; ++column) {
-                        Register& sum = sums[tile][i][column];
-                        sum = step(sum, own + column * WIDTH * PAIR<T>, rows[i] + k);
-                    }
+#pragma GCC unroll 24
+                for (int n = 0; n < ROWS * COLUMNS; ++n) {
+                    const auto [i, column] = place<ROWS>(n);
+                    Register& sum = sums[tile][i][column];
+                    sum = step(sum, own + column * WIDTH * PAIR<T>, rows[i] + k);
                 }
             }
             weights += 2 * PIECE<T>;
@@ -199,7 +211,7 @@ inline void add_group(float* sums, const Integers* group, float scale) {
     for (int column = 0; column < COLUMNS; ++column) {
         float* const to = sums + column * WIDTH;
         const Register some = __builtin_convertvector(group[column], Register);
-        store_register(to, multiply_add(some, Register{} + scale, load_register(to)));
+        store_register(to, multiply_add(some, scale - Register{}, load_register(to)));
     }
 }
 
@@ -225,13 +237,11 @@ void multiply_rows(const Packed8::Input& x, const Neighbours<uint8_t>& from, Spa
                 for (int tile = 0; tile < TILES; ++tile) {
                     const uint8_t* const own = weights + tile * from.apart;
                     fetch<LINES>(own, next + tile * from.apart);
-#pragma GCC unroll 12
-                    for (int i = 0; i < ROWS; ++i) {
-#pragma GCC unroll 8
-                        for (int column = 0; column < COLUMNS; ++column) {
-                            Integers& sum = sums[tile][i][column];
-                            sum = step(sum, own + column * WIDTH * PAIR<int8_t>, rows[i] + k);
-                        }
+#pragma GCC unroll 24
+                    for (int n = 0; n < ROWS * COLUMNS; ++n) {
+                        const auto [i, column] = place<ROWS>(n);
+                        Integers& sum = sums[tile][i][column];
+                        sum = step(sum, own + column * WIDTH * PAIR<int8_t>, rows[i] + k);
                     }
                 }
                 weights += 2 * PIECE<int8_t>;

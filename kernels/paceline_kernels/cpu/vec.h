@@ -20,7 +20,7 @@ typedef float Half __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
 
-inline Floats all(float x) { return Floats{} + x; }
+inline Floats all(float x) { return x - Floats{}; }  // a sum would turn -0 into 0, which takes an instruction
 
 // The next `left` elements, at most LANES; lanes beyond them hold `fill`.
 inline Floats load(const float* from, int64_t left, float fill) {
