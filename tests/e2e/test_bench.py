@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from paceline.cli import app
 from paceline.core.calibration import Calibration
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.speculation_counts import SpeculationCounts
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument
 from paceline.models import load_model_config
@@ -274,6 +276,7 @@ def test_depth_compares_auto_with_everything_else(pair: tuple[Path, Path], capsy
         engine, PROMPTS, [1, 2], settings, max_tokens=8, prompts_per_cell=3, explore=1, rounds=2, sampling=GREEDY
     )
     assert engine.scheduler.speculation.policy is policy
+    assert [name for name, run in cells[0].runs.items() if run.policy is None] == ["auto"], "its own is auto's alone"
     assert [cell.streams for cell in cells] == [1, 2]
     for cell in cells:
         assert list(cell.runs) == ["off", "2", "auto", "realizar", "draft-full-then-trim"]
@@ -302,6 +305,25 @@ def test_what_is_exact_about_a_workload(pair: tuple[Path, Path]) -> None:
     assert 0 < control < seconds
     assert (counts.verify_steps, counts.drafted) == ((8 - 1) + (8 - 2), 0)
     assert not engine.has_work
+
+
+def test_settings_take_turns_by_batches(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever slows the machine down for longer than a batch slows all of them."""
+    order = []
+
+    def serve_batch(engine: Engine, batch: list[depth.Stream], bounds: SpeculationParams, max_tokens: int) -> Any:
+        order.append((batch[0][0], bounds.method))
+        counts = SpeculationCounts(steps={(len(order), 0): 1})
+        return depth.Served(tokens=10, seconds=float(len(order)), control_seconds=0.5, counts=counts)
+
+    monkeypatch.setattr(depth, "serve_batch", serve_batch)
+    engine = _engine(pair)
+    runs = [depth.Run.start(setting, engine) for setting in depth.parse_settings("off,2,auto", Method.DRAFT_MODEL)]
+    batches = depth.workload([(5,), (6,)], streams=1, least=2, sampling=GREEDY)
+    samples = [sample for _, sample in depth.serve(engine, batches, runs, max_tokens=8)]
+    methods = [Method.NONE, Method.DRAFT_MODEL, None]
+    assert order == [((5,), method) for method in methods] + [((6,), method) for method in methods]
+    assert samples[0] == depth.Sample(rate=20 / (1 + 4), depth=(1 + 4) / 2, control=1 / (1 + 4))
 
 
 def test_workloads_are_whole_batches() -> None:

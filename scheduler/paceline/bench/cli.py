@@ -175,9 +175,7 @@ def depth(
     sizes, drafter = parse_sizes(concurrency), parse_method(method)
     fixed_drafter = drafter or (None if mixed else default_method(draft))
     settings = parse_settings(depths, fixed_drafter, drafter)
-    engine = build_engine(
-        EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes), prefix_cache="off")
-    )
+    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes)))
     sampling = None if mixed else SamplingParams(temperature=temperature, seed=seed)
     seeded = "" if seed is None else f", seeds from {seed}"
     kind = "copying and wild streams" if mixed else f"temperature {temperature}{seeded}"

@@ -4,7 +4,7 @@ Exploring repetitions measure every setting, and choose the best fixed depth. Co
 that depth alone, in turn (A B C A B C), so that nothing is compared by the luck by which it was chosen.
 
 A batch is measured while it is whole, from the last first token to the first end: so it has the number of streams that
-is told, and the mix of them.
+is told, and the mix of them. An engine with a prefix cache reads each prompt once and is decoding ever after.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rich.table import Table
 from paceline.bench import trim
 from paceline.bench.report import FILE_WIDTH
 from paceline.bench.throughput import AUTO, OFF
+from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.baselines import BASELINES
 from paceline.core.depth_policy import DepthPolicy
 from paceline.core.method import Method
@@ -86,9 +87,10 @@ def parse_settings(text: str, fixed: Method | None, auto: Method | None = None) 
     settings = {}
     for name in (part.strip() for part in text.split(",")):
         if name in (OFF, "0"):
-            settings[OFF] = Setting(OFF, SpeculationParams(Method.NONE))
+            settings[OFF] = Setting(OFF, SpeculationParams(Method.NONE), _another)
         elif name.isdecimal():
-            settings[name] = Setting(name, SpeculationParams(fixed, min_depth=int(name), max_depth=int(name)))
+            bounds = SpeculationParams(fixed, min_depth=int(name), max_depth=int(name))
+            settings[name] = Setting(name, bounds, _another)
         elif name == AUTO:
             settings[name] = Setting(name, SpeculationParams(auto))
         elif name in BASELINES:
@@ -104,6 +106,14 @@ def parse_settings(text: str, fixed: Method | None, auto: Method | None = None) 
 
 def _rule(name: str) -> Callable[[Engine], DepthPolicy]:
     return lambda engine: BASELINES[name]()
+
+
+def _another(engine: Engine) -> DepthPolicy:
+    """One like the engine's own, which must not take what fixed depths earn for its own price of time."""
+    costs = engine.scheduler.speculation.costs
+    if costs is None:
+        return engine.scheduler.speculation.policy
+    return AdaptiveDepth(costs, max_depth=engine.scheduler.config.max_depth)
 
 
 def _full_depth(engine: Engine) -> DepthPolicy:
@@ -145,6 +155,20 @@ class Interval(NamedTuple):
         return f"{self.mean:.3f} +- {self.half_width:.3f}"
 
 
+class Served(NamedTuple):
+    """A batch while it was whole: from the last first token to the first end.
+
+    Attributes:
+        control_seconds: of `seconds`, those for choosing depths and learning from what came of it.
+        counts: what speculation brought, from the start of each stream.
+    """
+
+    tokens: int
+    seconds: float
+    control_seconds: float
+    counts: SpeculationCounts
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A workload served once.
@@ -158,6 +182,18 @@ class Sample:
     rate: float
     depth: float
     control: float
+
+    @classmethod
+    def of(cls, served: Sequence[Served]) -> Sample:
+        counts = SpeculationCounts()
+        for batch in served:
+            counts.add(batch.counts)
+        seconds = sum(batch.seconds for batch in served)
+        return cls(
+            rate=sum(batch.tokens for batch in served) / seconds,
+            depth=counts.drafted / counts.verify_steps,
+            control=sum(batch.control_seconds for batch in served) / seconds,
+        )
 
 
 @dataclass(slots=True)
@@ -256,15 +292,14 @@ def measure(
     for cell, number in track(turns, description="measuring"):
         batches = workload(encoded, cell.streams, prompts_per_cell, sampling)
         if number < 0:
-            for run in cell.runs.values():
-                serve(engine, batches[:1], run, max_tokens)
+            serve(engine, batches[:1], list(cell.runs.values()), max_tokens)
         elif number < explore:
-            for run in cell.runs.values():
-                run.explored.append(serve(engine, batches, run, max_tokens))
+            for run, sample in serve(engine, batches, list(cell.runs.values()), max_tokens):
+                run.explored.append(sample)
         else:
-            for name in dict.fromkeys((AUTO, OFF, cell.best)):
-                run = cell.runs[name]
-                run.compared.append(serve(engine, batches, run, max_tokens))
+            compared = [cell.runs[name] for name in dict.fromkeys((AUTO, OFF, cell.best))]
+            for run, sample in serve(engine, batches, compared, max_tokens):
+                run.compared.append(sample)
     return cells
 
 
@@ -285,33 +320,16 @@ def workload(
     return [all_streams[first : first + streams] for first in range(0, len(all_streams), streams)]
 
 
-def serve(engine: Engine, batches: Sequence[Sequence[Stream]], run: Run, max_tokens: int) -> Sample:
-    """Serve batches one after the other."""
-    with chosen_by(engine, run.policy):
-        served = [serve_batch(engine, batch, run.setting.bounds, max_tokens) for batch in batches]
-    counts = SpeculationCounts()
-    for batch in served:
-        counts.add(batch.counts)
-    seconds = sum(batch.seconds for batch in served)
-    return Sample(
-        rate=sum(batch.tokens for batch in served) / seconds,
-        depth=counts.drafted / counts.verify_steps,
-        control=sum(batch.control_seconds for batch in served) / seconds,
-    )
-
-
-class Served(NamedTuple):
-    """A batch while it was whole: from the last first token to the first end.
-
-    Attributes:
-        control_seconds: of `seconds`, those for choosing depths and learning from what came of it.
-        counts: what speculation brought, from the start of each stream.
-    """
-
-    tokens: int
-    seconds: float
-    control_seconds: float
-    counts: SpeculationCounts
+def serve(
+    engine: Engine, batches: Sequence[Sequence[Stream]], runs: Sequence[Run], max_tokens: int
+) -> list[tuple[Run, Sample]]:
+    """Serve batches one after the other, each by all runs before the next: a machine that slows down meets them all."""
+    served: list[list[Served]] = [[] for _ in runs]
+    for batch in batches:
+        for run, mine in zip(runs, served, strict=True):
+            with chosen_by(engine, run.policy):
+                mine.append(serve_batch(engine, batch, run.setting.bounds, max_tokens))
+    return [(run, Sample.of(mine)) for run, mine in zip(runs, served, strict=True)]
 
 
 def serve_batch(engine: Engine, batch: Sequence[Stream], bounds: SpeculationParams, max_tokens: int) -> Served:
