@@ -291,7 +291,7 @@ def test_dear_time_makes_drafts_shallow() -> None:
 
 
 @pytest.mark.parametrize("asked", [0, 1, 2])
-def test_drafts_that_did_not_pay_make_time_hardly_cheaper_than_it_is_with_those_alone_that_must_be(asked: int) -> None:
+def test_the_price_of_time_has_a_floor(asked: int) -> None:
     """Each of two requests that must draft earns .01 tokens for a row of .1; all of their passes take .1."""
     policy = adaptive()
     learned(policy, 0.4)
@@ -558,6 +558,14 @@ def test_requests_go_on_while_what_they_lose_together_is_paid_for(count: int) ->
     credit = max(LEAST_CREDIT, PROBE_CREDIT / count)
     assert 0.1 * lasted == pytest.approx(credit, abs=0.1 * DWELL + 0.1 * credit)
     assert sum(map(any, depths[lasted:])) <= 0.01 / 0.1 * (200 - lasted) + DWELL
+
+
+def test_prompts_beside_the_first_decision_buy_no_probes() -> None:
+    """They make that step 200 times as long."""
+    policy = adaptive(Costs(lambda rows: 1.0 * rows))
+    candidates = [candidate(0.01, method=NGRAM)]
+    policy.choose(candidates, load_of(candidates, prompts=199))
+    assert policy._probe_seconds <= PROBE_CREDIT + PROBE_SHARE * 200
 
 
 def test_nothing_is_saved_for_probes_while_bounds_decide() -> None:

@@ -247,13 +247,14 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--draft", "ngram"], "draft = 'ngram': must be"),
-        (["--kv-cache-memory", "much"], "is not a size"),
-        (["--model", "nowhere"], "nowhere"),
+        (["limits", "--draft", "ngram"], "draft = 'ngram': must be"),
+        (["limits", "--kv-cache-memory", "much"], "is not a size"),
+        (["limits", "--model", "nowhere"], "nowhere"),
+        (["backends", "--dtype", "auto"], "dtype = 'auto': must be float32 or bfloat16"),
     ],
 )
-def test_bad_options_of_limits(options: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "paceline", "bench", "limits", *options]
+def test_bad_options_of_others(options: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "paceline", "bench", *options]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
     assert done.returncode == 2
     assert words in done.stderr

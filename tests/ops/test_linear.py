@@ -135,7 +135,26 @@ def test_many_outputs(format_: tuple[Kind, torch.dtype], rows: int, inputs: int,
     torch.manual_seed(seed)
     kind, dtype = format_
     x, weight = spread(rows, inputs).to(dtype), spread(outputs, inputs)
-    assert_close(linear(x, packed(kind, weight, None, [])), kind, x, weight, None)
+    with threads(2):
+        assert_close(linear(x, packed(kind, weight, None, [])), kind, x, weight, None)
+
+
+@pytest.mark.parametrize("outputs", [513, 600])
+@pytest.mark.parametrize("format_", FORMATS, ids=str)
+def test_interleaved_matrices_have_the_products_of_each(format_: tuple[Kind, torch.dtype], outputs: int) -> None:
+    """To the bit, with so many outputs that their tiles are walked side by side too."""
+    torch.manual_seed(0)
+    kind, dtype = format_
+    x, parts = torch.randn(13, 100).to(dtype), torch.randn(2, outputs, 100)
+    matrix = Matrix(kind, outputs, 100, interleaved=True)
+    for part, weight in enumerate(parts):
+        matrix.fill(weight, 0, part)
+    with threads(2):
+        alone = [linear(x, packed(kind, weight, None, [])) for weight in parts]
+        for rows in range(1, 14):
+            tiles = linear(x[:rows], matrix).view(rows, -1, 2, TILE)
+            for part in (0, 1):
+                assert torch.equal(tiles[:, :, part].flatten(1)[:, :outputs], alone[part][:rows])
 
 
 @pytest.mark.parametrize("format_", FORMATS, ids=str)

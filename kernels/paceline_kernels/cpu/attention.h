@@ -23,7 +23,7 @@ namespace attention {
 constexpr int64_t CHUNK = 8;                  // groups of 16 positions
 constexpr int64_t POSITIONS = CHUNK * LANES;  // of a chunk
 constexpr int64_t QUERIES = 64;               // that meet a chunk while it is in the cache
-constexpr int64_t ROWS = 4;                   // of a product, and panels: their sums stay in registers
+constexpr int64_t ROWS = 4;                   // of a product, and panels: their sums stay in registers, of AVX2 and up
 #if defined(__AVX512F__)
 constexpr int64_t PANELS = 4;
 #else
@@ -115,19 +115,11 @@ private:
 
 // sum + the dot products of one pair with the pairs in the lanes.
 inline Register add_products(Register sum, const float* pair, Register lanes) {
-    return multiply_add(*pair - Register{}, lanes, sum);
+    return multiply_add(broadcast(*pair), lanes, sum);
 }
 
 inline Register add_products(Register sum, const bfloat16* pair, Register lanes) {
-    uint32_t bits;
-    std::memcpy(&bits, pair, sizeof bits);
-    const Bits left = Bits{} + bits, right = (Bits)lanes;
-#if defined(__AVX512BF16__)
-    return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)left, (__m512bh)(__m512)right);
-#else
-    sum = multiply_add((Register)(left << 16), (Register)(right << 16), sum);
-    return multiply_add((Register)(left & 0xffff0000), (Register)(right & 0xffff0000), sum);
-#endif
+    return multiply_add_pairs(broadcast_word(pair), (Bits)lanes, sum);
 }
 
 // Rows of a matrix, `stride` elements apart.
@@ -151,7 +143,7 @@ Panels(int64_t, int64_t, int64_t, At) -> Panels<At>;
 template <int N, class T, class At>
 void multiply(Rows<float> out, Rows<const T> left, int64_t rows, const Panels<At>& right, int64_t first,
               Ahead& ahead) {
-    constexpr int REGISTERS = LANES / WIDTH;  // for the columns of a panel
+    constexpr int REGISTERS = LANES / REGISTER_LANES;  // for the columns of a panel
     for (int64_t row = 0; row < rows; row += ROWS) {
         const T* pairs = left.data + row * left.stride;
         Register sums[ROWS][N * REGISTERS] = {};
@@ -163,7 +155,7 @@ void multiply(Rows<float> out, Rows<const T> left, int64_t rows, const Panels<At
 #pragma GCC unroll 8
                 for (int n = 0; n < N * REGISTERS; ++n) {
                     const T* const line = panels[n / REGISTERS] + k * right.stride;
-                    const Register lanes = load_register(line + n % REGISTERS * WIDTH * PAIR<T>);
+                    const Register lanes = load_register(line + n % REGISTERS * REGISTER_LANES * PAIR<T>);
 #pragma GCC unroll 4
                     for (int r = 0; r < ROWS; ++r) {
                         sums[r][n] = add_products(sums[r][n], pairs + r * left.stride, lanes);
@@ -173,7 +165,7 @@ void multiply(Rows<float> out, Rows<const T> left, int64_t rows, const Panels<At
         }
         for (int r = 0; r < ROWS; ++r) {
             float* const to = out.data + (row + r) * out.stride + first * LANES;
-            for (int n = 0; n < N * REGISTERS; ++n) store_register(to + n * WIDTH, sums[r][n]);
+            for (int n = 0; n < N * REGISTERS; ++n) store_register(to + n * REGISTER_LANES, sums[r][n]);
         }
     }
 }
@@ -511,7 +503,7 @@ private:
             if (chunk.count % 2 == 1) std::fill_n(weights + chunk.count * LANES, LANES, T{});  // they are added in twos
             // Of the weights as they were rounded, so that a mean of equal values is that value.
             const T ones[] = {from_float<T>(1), from_float<T>(1)};
-            for (int lane = 0; lane < LANES; lane += WIDTH) {
+            for (int lane = 0; lane < LANES; lane += REGISTER_LANES) {
                 float* const to = state.totals[i] + lane;
                 Register total = load_register(to) * correction[i];
                 for (int64_t k = lane * PAIR<T>; k < chunk.count * LANES; k += PIECE<T>) {

@@ -19,19 +19,13 @@ constexpr int SUMS = 12;
 
 uint32_t folded(Bits x) {
     uint32_t all = 0;
-    for (int lane = 0; lane < WIDTH; ++lane) all ^= x[lane];
+    for (int lane = 0; lane < REGISTER_LANES; ++lane) all ^= x[lane];
     return all;
 }
 
 // ---- Reading ----
 
 constexpr int64_t LINE = 64;
-
-inline Bits bits_at(const char* from) {
-    Bits x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
 
 // `lines` lines of each of STREAMS pieces that lie one behind the other, all of them side by side.
 template <int STREAMS>
@@ -44,7 +38,7 @@ Bits read_pieces(const char* from, int64_t lines, int64_t ahead) {
             const char* const at = from + stream * piece + i;
             if (ahead) __builtin_prefetch(at + ahead);
 #pragma GCC unroll 4
-            for (int64_t part = 0; part < LINE; part += REGISTER) seen[stream] ^= bits_at(at + part);
+            for (int64_t part = 0; part < LINE; part += REGISTER_BYTES) seen[stream] ^= (Bits)load_register(at + part);
         }
     }
     for (int stream = 1; stream < STREAMS; ++stream) seen[0] ^= seen[stream];
@@ -74,6 +68,7 @@ inline void refresh(Register& x) {
 template <class Step>
 uint32_t repeat(int64_t rounds, const Step& step) {
     Register sums[SUMS] = {}, a = {}, b = {};
+    refresh(b);
     for (Register& sum : sums) refresh(sum);
     for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 16
@@ -87,7 +82,7 @@ uint32_t repeat(int64_t rounds, const Step& step) {
     return all;
 }
 
-constexpr int64_t OPERATIONS = 2 * SUMS * REGISTER;  // per round and byte of an element: a product and its sum
+constexpr int64_t OPERATIONS = 2 * SUMS * REGISTER_BYTES;  // per round and byte of an element: a product and its sum
 
 // Each returns how many operations a thread has done.
 
@@ -98,9 +93,7 @@ int64_t multiply_floats(int64_t rounds, uint32_t& seen) {
 
 int64_t multiply_halves(int64_t rounds, uint32_t& seen) {
 #if defined(__AVX512BF16__)
-    seen = repeat(rounds, [](Register sum, Register a, Register b) {
-        return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
-    });
+    seen = repeat(rounds, [](Register sum, Register a, Register b) { return multiply_add_pairs((Bits)a, (Bits)b, sum); });
     return rounds * OPERATIONS / 2;
 #else
     return multiply_floats(rounds, seen);
@@ -108,14 +101,10 @@ int64_t multiply_halves(int64_t rounds, uint32_t& seen) {
 }
 
 int64_t multiply_bytes(int64_t rounds, uint32_t& seen) {
-#if defined(__AVX512VNNI__)
     seen = repeat(rounds, [](Register sum, Register a, Register b) {
-        return (Register)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+        return (Register)multiply_add_bytes((Bits)a, (Bits)b, (Integers)sum);
     });
     return rounds * OPERATIONS;
-#else
-    return multiply_floats(rounds, seen);
-#endif
 }
 
 #ifdef AMX
@@ -194,8 +183,8 @@ uint32_t paceline_read(const char* data, int64_t bytes, int streams, int64_t ahe
     return seen;
 }
 
-// Multiply and add numbers of kind 0, float, 1, bfloat16, or 2, 8 bits, by the fastest instructions there are for them;
-// the floats' where there are none. Returns how many operations that was, a product and its sum being two.
+// Multiply and add numbers of kind 0, float, 1, bfloat16, or 2, 8 bits, by the fastest instructions there are for them,
+// or for floats if there are none for bfloat16. Returns how many operations that was, a product and its sum being two.
 int64_t paceline_multiply(int kind, int64_t rounds, int64_t num_threads) {
     int64_t operations = 0;
     uint32_t all = 0;

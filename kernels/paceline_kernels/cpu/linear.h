@@ -87,7 +87,8 @@ constexpr int ROWS_AT_ONCE = 1;
 constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched, if it is not the next tile
 
 // Called for every two lines of weights. While a tile is multiplied out of the second cache, LINES of the next one come
-// there: so memory is read evenly, however many rows a tile meets. Without a next one, and for few rows, LINES is 0.
+// there: so memory is read evenly, however many rows a tile meets. Without a next one, for few rows, and for several
+// tiles at once, LINES is 0.
 template <int LINES>
 inline void fetch(const void* weights, const char* next) {
     if constexpr (LINES == 0) {
@@ -111,13 +112,7 @@ constexpr int64_t side_by_side(int64_t rows) {
     return std::max<int64_t>(1, std::min<int64_t>(4, ROWS_AT_ONCE / rows));
 }
 
-constexpr int COLUMNS = TILE / WIDTH;  // of registers, for the outputs of a tile
-
-inline uint32_t load_word(const void* from) {
-    uint32_t x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
+constexpr int COLUMNS = TILE / REGISTER_LANES;  // of registers, for the outputs of a tile
 
 // The order in which the sums of a tile are added to: the one that leaves most of them in registers.
 struct Place {
@@ -135,33 +130,15 @@ constexpr Place place(int number) {
 
 // sum + weights * x, for a piece of a line of weights and what meets it.
 inline Register step(Register sum, const float* weights, const float* x) {
-    return multiply_add(load_register(weights), *x - Register{}, sum);
+    return multiply_add(load_register(weights), broadcast(*x), sum);
 }
 
 inline Register step(Register sum, const bfloat16* weights, const bfloat16* x) {
-    const Bits w = (Bits)load_register(weights), pair = Bits{} + load_word(x);
-#ifdef __AVX512BF16__
-    return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)w, (__m512bh)(__m512i)pair);
-#else
-    sum = multiply_add((Register)(w << 16), (Register)(pair << 16), sum);
-    return multiply_add((Register)(w & 0xffff0000u), (Register)(pair & 0xffff0000u), sum);
-#endif
+    return multiply_add_pairs((Bits)load_register(weights), broadcast_word(x), sum);
 }
 
 inline Integers step(Integers sum, const uint8_t* weights, const int8_t* x) {
-    const Bits w = (Bits)load_register(weights);
-#if defined(__AVX512VNNI__)
-    return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)(Bits{} + load_word(x)));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    // Even bytes and odd ones, in 16 bits each. (_mm256_maddubs_epi16 would saturate.)
-    const __m256i bytes = (__m256i)(Bits{} + load_word(x));
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
-    sum += (Integers)_mm256_madd_epi16((__m256i)(w & 0x00ff00ffu), even);
-    return sum + (Integers)_mm256_madd_epi16((__m256i)(w >> 8 & 0x00ff00ffu), odd);
-#else
-    for (int i = 0; i < 4; ++i) sum += (Integers)((w >> (8 * i)) & 0xffu) * (int32_t)x[i];
-    return sum;
-#endif
+    return multiply_add_bytes((Bits)load_register(weights), broadcast_word(x), sum);
 }
 
 template <int ROWS, int TILES, int LINES, class T>
@@ -171,7 +148,7 @@ void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int6
     for (int tile = 0; tile < TILES && span.begin > 0; ++tile) {
         for (int i = 0; i < ROWS; ++i) {
             for (int column = 0; column < COLUMNS; ++column) {
-                sums[tile][i][column] = load_register(to[tile * MOST_ROWS + i] + column * WIDTH);
+                sums[tile][i][column] = load_register(to[tile * MOST_ROWS + i] + column * REGISTER_LANES);
             }
         }
     }
@@ -189,7 +166,7 @@ void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int6
                 for (int n = 0; n < ROWS * COLUMNS; ++n) {
                     const auto [i, column] = place<ROWS>(n);
                     Register& sum = sums[tile][i][column];
-                    sum = step(sum, own + column * WIDTH * PAIR<T>, rows[i] + k);
+                    sum = step(sum, own + column * REGISTER_LANES * PAIR<T>, rows[i] + k);
                 }
             }
             weights += 2 * PIECE<T>;
@@ -200,7 +177,7 @@ void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int6
     for (int tile = 0; tile < TILES; ++tile) {
         for (int i = 0; i < ROWS; ++i) {
             for (int column = 0; column < COLUMNS; ++column) {
-                store_register(to[tile * MOST_ROWS + i] + column * WIDTH, sums[tile][i][column]);
+                store_register(to[tile * MOST_ROWS + i] + column * REGISTER_LANES, sums[tile][i][column]);
             }
         }
     }
@@ -209,9 +186,9 @@ void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int6
 // Adds a group's integers to the sums of a row, scaled.
 inline void add_group(float* sums, const Integers* group, float scale) {
     for (int column = 0; column < COLUMNS; ++column) {
-        float* const to = sums + column * WIDTH;
+        float* const to = sums + column * REGISTER_LANES;
         const Register some = __builtin_convertvector(group[column], Register);
-        store_register(to, multiply_add(some, scale - Register{}, load_register(to)));
+        store_register(to, multiply_add(some, broadcast(scale), load_register(to)));
     }
 }
 
@@ -225,7 +202,7 @@ void multiply_rows(const Packed8::Input& x, const Neighbours<uint8_t>& from, Spa
         for (int tile = 0; tile < TILES; ++tile) {
             for (int i = 0; i < ROWS; ++i) {
                 const int32_t correction = x.corrections[x.index(row + i, group)];
-                for (Integers& sum : sums[tile][i]) sum = Integers{} + correction;
+                for (Integers& sum : sums[tile][i]) sum = broadcast(correction);
             }
         }
         for (int64_t piece = group * GROUP; piece < (group + 1) * GROUP; piece += PIECE<int8_t>) {
@@ -241,7 +218,7 @@ void multiply_rows(const Packed8::Input& x, const Neighbours<uint8_t>& from, Spa
                     for (int n = 0; n < ROWS * COLUMNS; ++n) {
                         const auto [i, column] = place<ROWS>(n);
                         Integers& sum = sums[tile][i][column];
-                        sum = step(sum, own + column * WIDTH * PAIR<int8_t>, rows[i] + k);
+                        sum = step(sum, own + column * REGISTER_LANES * PAIR<int8_t>, rows[i] + k);
                     }
                 }
                 weights += 2 * PIECE<int8_t>;
@@ -274,8 +251,8 @@ template <class Input, class Element>
 void multiply_vectors(const Input& x, const Neighbours<Element>& tiles, Span span, int64_t row, int64_t count,
                       Sums* sums, const Element* next) {
     constexpr auto COUNTS = std::make_integer_sequence<int, ROWS_AT_ONCE>();
-    static constexpr auto beside = multiply_by_rows<Input, Element, true, 0>(COUNTS);
-    static constexpr std::array<decltype(beside), 3> alone = {
+    static constexpr auto several = multiply_by_rows<Input, Element, true, 0>(COUNTS);
+    static constexpr std::array<decltype(several), 3> alone = {
         multiply_by_rows<Input, Element, false, 0>(COUNTS),
         multiply_by_rows<Input, Element, false, 1>(COUNTS),
         multiply_by_rows<Input, Element, false, 2>(COUNTS),
@@ -287,7 +264,7 @@ void multiply_vectors(const Input& x, const Neighbours<Element>& tiles, Span spa
         const bool near = next == nullptr || tiles.count > 1 || count <= FEW_ROWS || part > 1;
         const int lines = near ? 0 : parts == 1 ? 2 : 1;
         const Element* const fetched = lines == 0 ? tiles.first : next + part * half;
-        const auto& by_rows = tiles.count > 1 ? beside : alone[lines];
+        const auto& by_rows = tiles.count > 1 ? several : alone[lines];
         by_rows[end - begin - 1](x, tiles, span, row + begin, sums->at + begin, (const char*)fetched);
     }
 }
@@ -382,7 +359,7 @@ void multiply_tiles(const Packed8::Input& x, const uint8_t* weights, Span span, 
         multiply_steps<BLOCKS>(x.values, row, weights, group * GROUP / 64, (group + 1) * GROUP / 64, nullptr, products);
         for (int64_t i = 0; i < count; ++i) {
             const int64_t index = x.index(row + i, group);
-            const Integers correction = Integers{} + x.corrections[index];
+            const Integers correction = broadcast(x.corrections[index]);
             const Integers group[] = {(Integers)load_register(products[i]) + correction,
                                       (Integers)load_register(products[i] + LANES) + correction};
             add_group(sums.at[i], group, x.scales[index]);
@@ -439,33 +416,34 @@ inline void scale(Sums& sums, int64_t count, const Packed8& weights, int64_t til
     }
 }
 
-// Calls use(first output, row, sums[TOGETHER]) for every row and every TOGETHER tiles side by side, which begin at that
-// output. Called by all threads of a team, which share the tiles and leave together.
-template <int TOGETHER, class Weights, class Use>
+// By MATRICES matrices that are stored as one, a tile of each in turn: a bundle. Calls use(first output, row,
+// sums[MATRICES]) for every row and every bundle, which begins at that output. Called by all threads of a team, which
+// share the bundles and leave together.
+template <int MATRICES, class Weights, class Use>
 void linear(const typename Weights::Input& x, const Weights& weights, int64_t rows, const Use& use) {
     using Element = typename Weights::Element;
     if (rows == 0) return;  // a step may sample nothing
     const int64_t inputs = Weights::padded(weights.inputs), tile_bytes = inputs * TILE * sizeof(Element);
-    const int64_t all_tiles = ceil_div(weights.outputs, TILE * TOGETHER);
+    const int64_t bundles = ceil_div(weights.outputs, TILE * MATRICES);
     const bool many = rows > 2 * MOST_ROWS;
     const int64_t rows_at_once = many ? 2 * LANES : MOST_ROWS;
     // Rows that do not fit beside the weights anyway are read less often by more weights at a time.
     const int64_t cached = rows * inputs * (int64_t)sizeof(Element) > 2 * CACHED ? 2 * CACHED : CACHED;
-    const int64_t most = std::min<int64_t>(cached / tile_bytes, MOST_TILES) / TOGETHER;
+    const int64_t most = std::min<int64_t>(cached / tile_bytes, MOST_TILES) / MATRICES;
     // Each thread should have some turns, or they would end far apart.
-    const int64_t beside = by_tiles<Element>() ? 1 : side_by_side(rows);
-    const int64_t side = all_tiles >= TURNS * beside * omp_get_num_threads() ? beside : 1;
-    const int64_t together = many ? std::max<int64_t>(1, most) : side;
+    const int64_t most_beside = by_tiles<Element>() ? 1 : side_by_side(rows);
+    const int64_t beside = bundles >= TURNS * most_beside * omp_get_num_threads() ? most_beside : 1;
+    const int64_t per_turn = many ? std::max<int64_t>(1, most) : beside;  // bundles
     const int64_t at_once = many && by_tiles<Element>() ? NEAREST / sizeof(Element) : inputs;
     thread_local Scratch scratch;
-    Sums(*const sums)[TOGETHER] = (Sums(*)[TOGETHER])scratch.get<Sums>(together * TOGETHER);
+    Sums(*const sums)[MATRICES] = (Sums(*)[MATRICES])scratch.get<Sums>(per_turn * MATRICES);
     const Tiles tiles;
     constexpr int64_t NOTHING = -1;
-    // `together` times TOGETHER tiles from `begin`; those from `next` come after them.
+    // The turn of the bundles from `begin`; the one from `next` comes after it.
     const auto compute = [&](int64_t begin, int64_t next) {
-        const int64_t end = std::min(begin + together, all_tiles);
+        const int64_t end = std::min(begin + per_turn, bundles);
         const auto after = [&](int64_t index) -> const Element* {
-            const int64_t tile = index < end * TOGETHER ? index : next * TOGETHER;
+            const int64_t tile = index < end * MATRICES ? index : next * MATRICES;
             return many || tile < 0 ? nullptr : weights.tile(tile);
         };
         for (int64_t row = 0; row < rows; row += rows_at_once) {
@@ -473,21 +451,21 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
             const bool last = row + rows_at_once >= rows;
             for (int64_t input = 0; input < inputs; input += at_once) {
                 const Span span = {input, std::min(input + at_once, inputs)};
-                for (int64_t index = begin * TOGETHER; index < end * TOGETHER;) {
-                    const int64_t some = index + side <= end * TOGETHER ? side : 1;
-                    const Neighbours<Element> neighbours = {weights.tile(index), inputs * TILE, some};
-                    Sums* const own = sums[0] + (index - begin * TOGETHER);
-                    index += some;
+                for (int64_t index = begin * MATRICES; index < end * MATRICES;) {
+                    const int64_t count_beside = index + beside <= end * MATRICES ? beside : 1;
+                    const Neighbours<Element> neighbours = {weights.tile(index), inputs * TILE, count_beside};
+                    Sums* const own = sums[0] + (index - begin * MATRICES);
+                    index += count_beside;
                     multiply(x, neighbours, span, row, count, own, last ? after(index) : nullptr);
                 }
             }
             for (int64_t index = begin; index < end; ++index) {
                 Sums* const own = sums[index - begin];
-                for (int i = 0; i < TOGETHER; ++i) scale(own[i], count, weights, index * TOGETHER + i);
+                for (int i = 0; i < MATRICES; ++i) scale(own[i], count, weights, index * MATRICES + i);
                 for (int64_t i = 0; i < count; ++i) {
-                    const float* parts[TOGETHER];
-                    for (int j = 0; j < TOGETHER; ++j) parts[j] = own[j].at[i];
-                    use(index * TOGETHER * TILE, row + i, parts);
+                    const float* parts[MATRICES];
+                    for (int j = 0; j < MATRICES; ++j) parts[j] = own[j].at[i];
+                    use(index * MATRICES * TILE, row + i, parts);
                 }
             }
         }
@@ -495,7 +473,7 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
     // A thread takes its next turn before it begins with the one that it holds.
     int64_t held = NOTHING;
 #pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t begin = 0; begin < all_tiles; begin += together) {
+    for (int64_t begin = 0; begin < bundles; begin += per_turn) {
         if (held != NOTHING) compute(held, begin);
         held = begin;
     }

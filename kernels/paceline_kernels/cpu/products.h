@@ -70,12 +70,12 @@ Packed<T> packed(const PacelineMatrix& matrix) {
 }
 
 // `linear` by the kind of weights that the matrix holds.
-template <int TOGETHER, class T, class Use>
+template <int MATRICES, class T, class Use>
 void multiply_by(const PacelineMatrix& matrix, const Tiled<T>& x, int64_t rows, const Quantized& room, const Use& use) {
-    if (!matrix.scales) return linear<TOGETHER>(x, packed<T>(matrix), rows, use);
+    if (!matrix.scales) return linear<MATRICES>(x, packed<T>(matrix), rows, use);
     const Packed8::Input quantized = room.of(matrix.inputs);
     quantize(x, rows, quantized);
-    linear<TOGETHER>(quantized, packed8(matrix), rows, use);
+    linear<MATRICES>(quantized, packed8(matrix), rows, use);
 }
 
 inline Floats with_bias(const float* sums, const PacelineMatrix& matrix, int64_t output) {

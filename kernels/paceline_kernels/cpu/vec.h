@@ -171,16 +171,16 @@ inline void interleave(uint64_t* to, Wide a, Wide b) {
 // What a register holds: some lanes of a vector. Compilers keep wider ones in memory, at many times the cost, so that
 // products are written for registers.
 #if defined(__AVX512F__)
-constexpr int REGISTER = 64;  // bytes
+constexpr int REGISTER_BYTES = 64;
 #elif defined(__AVX2__)
-constexpr int REGISTER = 32;
+constexpr int REGISTER_BYTES = 32;
 #else
-constexpr int REGISTER = 16;
+constexpr int REGISTER_BYTES = 16;
 #endif
-constexpr int WIDTH = REGISTER / sizeof(float);
-typedef float Register __attribute__((vector_size(REGISTER)));
-typedef int32_t Integers __attribute__((vector_size(REGISTER)));
-typedef uint32_t Bits __attribute__((vector_size(REGISTER)));
+constexpr int REGISTER_LANES = REGISTER_BYTES / sizeof(float);
+typedef float Register __attribute__((vector_size(REGISTER_BYTES)));
+typedef int32_t Integers __attribute__((vector_size(REGISTER_BYTES)));
+typedef uint32_t Bits __attribute__((vector_size(REGISTER_BYTES)));
 
 inline Register load_register(const void* from) {
     Register x;
@@ -190,7 +190,24 @@ inline Register load_register(const void* from) {
 
 inline void store_register(float* to, Register x) { std::memcpy(to, &x, sizeof x); }
 
-// Rounded once where the machine can.
+// One value in all lanes. (Of a float, a sum would turn -0 into 0, which takes an instruction.)
+inline Register broadcast(float x) { return x - Register{}; }
+inline Integers broadcast(int32_t x) { return Integers{} + x; }
+
+// The 4 bytes at an address in all lanes: a pair of bfloat16, or four 8-bit integers.
+inline Bits broadcast_word(const void* from) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    float x;  // which goes from memory to all lanes, where an integer would take a detour
+    std::memcpy(&x, from, sizeof x);
+    return (Bits)_mm256_set1_ps(x);
+#else
+    uint32_t x;
+    std::memcpy(&x, from, sizeof x);
+    return Bits{} + x;
+#endif
+}
+
+// a * b + c, rounded once where x86 can.
 inline Register multiply_add(Register a, Register b, Register c) {
 #if defined(__AVX512F__)
     return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -201,11 +218,38 @@ inline Register multiply_add(Register a, Register b, Register c) {
 #endif
 }
 
+// sum + the product of the first bfloat16 of each lane's pairs, then + that of the second; AVX512-BF16 adds both to each
+// other first.
+inline Register multiply_add_pairs(Bits a, Bits b, Register sum) {
+#if defined(__AVX512BF16__)
+    return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
+#else
+    sum = multiply_add((Register)(a << 16), (Register)(b << 16), sum);
+    return multiply_add((Register)(a & 0xffff0000u), (Register)(b & 0xffff0000u), sum);
+#endif
+}
+
+// sum + the products of each lane's four 8-bit integers, unsigned ones by signed ones; exact.
+inline Integers multiply_add_bytes(Bits a, Bits b, Integers sum) {
+#if defined(__AVX512VNNI__)
+    return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    // Even bytes and odd ones, in 16 bits each. (_mm256_maddubs_epi16 would saturate.)
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)b, 8), 8);
+    const __m256i odd = _mm256_srai_epi16((__m256i)b, 8);
+    sum += (Integers)_mm256_madd_epi16((__m256i)(a & 0x00ff00ffu), even);
+    return sum + (Integers)_mm256_madd_epi16((__m256i)(a >> 8 & 0x00ff00ffu), odd);
+#else
+    for (int i = 0; i < 32; i += 8) sum += (Integers)(a >> i & 0xffu) * ((Integers)(b << (24 - i)) >> 24);
+    return sum;
+#endif
+}
+
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return multiply_add(a, b, c);
 #else
-    constexpr int PARTS = LANES / WIDTH;
+    constexpr int PARTS = LANES / REGISTER_LANES;
     Register x[PARTS], y[PARTS], z[PARTS];
     std::memcpy(x, &a, sizeof x);
     std::memcpy(y, &b, sizeof y);

@@ -341,14 +341,17 @@ def backends(
     depth: Depth = "off,4",
     max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")] = 64,
     rounds: Rounds = 5,
-    dtype: Dtype = "auto",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of both.")] = "bfloat16",
 ) -> None:
     """Speed of the native backend, as a ratio to torch's."""
     from paceline.bench.backends import measure, render
     from paceline.bench.throughput import parse_depths, parse_sizes
+    from paceline.errors import InvalidArgument
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
+    if dtype == "auto":
+        raise InvalidArgument("dtype", dtype, "float32 or bfloat16: auto is not the same for both")
     sizes, depths = parse_sizes(concurrency), parse_depths(depth)
     torch, native = (
         build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, backend=backend, prefix_cache="off"))

@@ -4,7 +4,7 @@ Exploring repetitions measure every setting, and choose the best fixed depth. Co
 that depth alone, in turn (A B C A B C), so that nothing is compared by the luck by which it was chosen.
 
 A batch is measured while it is whole, from the last first token to the first end: so it has the number of streams that
-is told, and the mix of them. An engine with a prefix cache reads each prompt once and is decoding ever after.
+is told, and the mix of them. If the engine has a prefix cache, prompts are read once, before.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ WIDEST = 0.02  # half of the interval of auto over the best fixed depth
 # Two-sided 95 %, by degrees of freedom from 1; the last serves for more.
 STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11,
               2.10, 2.09, 2.09)  # fmt: skip
+FIRST_TOKENS = 4  # of a stream: enough to draft
 PASSAGE, COPIES = 32, 4  # tokens, and times that they stand in the prompt of a stream that copies
 MIXED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.2))  # copying streams and wild ones, in turn
 
@@ -275,8 +276,8 @@ def measure(
 ) -> list[Cell]:
     """Serve each cell's workload `explore` times by every setting, then `rounds` times by those that are compared.
 
-    Before that, a part of it by every setting, unmeasured: it warms up, and teaches the engine what it is allowed to
-    know of its drafters.
+    Before that, unmeasured, its first batch by every setting, which warms up and teaches the engine what it is allowed
+    to know of its drafters; and the first tokens of the others, so that both models have read all prompts.
 
     Args:
         sampling: of every stream, whose seeds count up from the one that it has, if any; None for streams of two kinds
@@ -293,6 +294,7 @@ def measure(
         batches = workload(encoded, cell.streams, prompts_per_cell, sampling)
         if number < 0:
             serve(engine, batches[:1], list(cell.runs.values()), max_tokens)
+            serve(engine, batches, list(cell.runs.values()), min(FIRST_TOKENS, max_tokens))
         elif number < explore:
             for run, sample in serve(engine, batches, list(cell.runs.values()), max_tokens):
                 run.explored.append(sample)

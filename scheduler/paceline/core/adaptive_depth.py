@@ -41,7 +41,7 @@ PROBE_SHARE = 0.005  # of the time of all steps with a choice, the most that pro
 # Steps' worth to begin with, of one request: a mistake about an unknown drafter would last. Many requests learn as much
 # in fewer steps.
 PROBE_CREDIT = 5.0
-LEAST_CREDIT: Final = 0.5  # steps' worth, however many there are: enough for a draft pass
+LEAST_CREDIT: Final = 0.5  # steps' worth, however many there are: enough for most draft passes
 PROBE_SAVINGS: Final = 1024  # steps for which an unused share is kept
 PROBE_INTERVAL: Final = 32  # steps without drafts before a request's first probe
 MAX_PROBE_INTERVAL: Final = 512
@@ -109,12 +109,13 @@ class AdaptiveDepth:
         if not candidates:
             return []
         before, candidates = self._decided_at, list(candidates)  # mypyc makes plain loops over lists
-        self._least_factor = self._factor_of_least(candidates, load)
+        self._least_factor = self._least_price_factor(candidates, load)
         step = _Step(candidates, self._decide(candidates, load, slot_price), load, self.costs)
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
         self.decision = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
         if before is None:
-            self._probe_seconds = max(LEAST_CREDIT, PROBE_CREDIT / load.sampling) * step.seconds
+            decodes = self.costs.target(load.sampling, load.context, load.sampling)  # whatever prompts stand beside
+            self._probe_seconds = max(LEAST_CREDIT, PROBE_CREDIT / load.sampling) * decodes
         if step.slots and self._checks_plain_step(candidates, load):
             return [NOTHING] * len(candidates)
         share = PROBE_SHARE * step.seconds
@@ -166,8 +167,9 @@ class AdaptiveDepth:
         factor = max(self._least_factor, self._earned / self._spent)
         return factor * load.sampling / max(plain, SHORTEST)
 
-    def _factor_of_least(self, candidates: list[DepthCandidate], load: StepLoad) -> float:
-        """The least factor of the price of time."""
+    def _least_price_factor(self, candidates: list[DepthCandidate], load: StepLoad) -> float:
+        """What drafting as little as bounds allow makes of the price of time, or hardly less."""
+        # Bounds ask for drafts of the first offer, which is the only one where they do.
         asked = [within_bounds(candidate, candidate.offers[0], 0) for candidate in candidates]
         if not any([choice.depth for choice in asked]):
             return LEAST_SHARE
