@@ -273,8 +273,10 @@ def test_depth_compares_auto_with_everything_else(pair: tuple[Path, Path], capsy
     engine = _engine(pair)
     policy = engine.scheduler.speculation.policy
     settings = depth.parse_settings("off,2,auto,realizar,draft-full-then-trim", Method.DRAFT_MODEL)
-    cells = depth.measure(
-        engine, PROMPTS, [1, 2], settings, max_tokens=8, prompts_per_cell=3, explore=1, rounds=2, sampling=GREEDY
+    cells = list(
+        depth.measure(
+            engine, PROMPTS, [1, 2], settings, max_tokens=8, prompts_per_cell=3, explore=1, rounds=2, sampling=GREEDY
+        )
     )
     assert engine.scheduler.speculation.policy is policy
     assert [name for name, run in cells[0].runs.items() if run.policy is None] == ["auto"], "its own is auto's alone"

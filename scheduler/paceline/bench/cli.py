@@ -162,7 +162,15 @@ def depth(
     json_out: JsonOut = None,
 ) -> None:
     """The adaptive depth against the best fixed one, no drafts, and other rules: decode alone, of the same streams."""
-    from paceline.bench.depth import default_method, measure, parse_method, parse_settings, render, to_json
+    from paceline.bench.depth import (
+        default_method,
+        describe,
+        measure,
+        parse_method,
+        parse_settings,
+        render,
+        to_json,
+    )
     from paceline.bench.synthetic import decree, parse_rates
     from paceline.bench.throughput import parse_sizes
     from paceline.core.params import SamplingParams
@@ -183,17 +191,20 @@ def depth(
     if synthetic is not None:
         decree(engine, parse_rates(synthetic))
         title = f"SYNTHETIC ACCEPTANCE {synthetic}: {title}"
-    cells = measure(
+    described = {
+        **{"model": model, "draft": draft, "method": method, "dtype": dtype, "streams": kind},
+        **{"max_tokens": max_tokens, "prompts_per_cell": prompts_per_cell, "explore": explore, "rounds": rounds},
+        "synthetic_acceptance": synthetic,
+    }
+    cells = []
+    for cell in measure(
         engine, load_prompts(None), sizes, settings, max_tokens, prompts_per_cell, explore, rounds, sampling
-    )
+    ):
+        cells.append(cell)
+        typer.echo(describe(cell), err=True)
+        if json_out is not None:  # anew for each: what a run has measured outlives it
+            json_out.write_text(json.dumps(to_json(cells, described), indent=2) + "\n")
     render(cells, title=title)
-    if json_out is not None:
-        described = {
-            **{"model": model, "draft": draft, "method": method, "dtype": dtype, "streams": kind},
-            **{"max_tokens": max_tokens, "prompts_per_cell": prompts_per_cell, "explore": explore, "rounds": rounds},
-            "synthetic_acceptance": synthetic,
-        }
-        json_out.write_text(json.dumps(to_json(cells, described), indent=2) + "\n")
 
 
 @app.command()

@@ -273,7 +273,7 @@ def measure(
     explore: int,
     rounds: int,
     sampling: SamplingParams | None,
-) -> list[Cell]:
+) -> Iterator[Cell]:
     """Serve each cell's workload `explore` times by every setting, then `rounds` times by those that are compared.
 
     Before that, unmeasured, its first batch by every setting, which warms up and teaches the engine what it is allowed
@@ -284,25 +284,34 @@ def measure(
             in turn: greedy ones whose prompt is a passage over and over, so that they go on copying, and ones at a high
             temperature.
 
+    Yields:
+        Cells, as soon as they are measured.
+
     Raises:
         InvalidArgument, FailedPrecondition: a setting that the engine refuses.
     """
     encoded = [engine.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
-    cells = [Cell(size, {setting.name: Run.start(setting, engine) for setting in settings}) for size in sizes]
-    turns = list(itertools.product(cells, range(-1, explore + rounds)))
-    for cell, number in track(turns, description="measuring"):
-        batches = workload(encoded, cell.streams, prompts_per_cell, sampling)
-        if number < 0:
-            serve(engine, batches[:1], list(cell.runs.values()), max_tokens)
-            serve(engine, batches, list(cell.runs.values()), min(FIRST_TOKENS, max_tokens))
-        elif number < explore:
-            for run, sample in serve(engine, batches, list(cell.runs.values()), max_tokens):
+    for size in sizes:
+        cell = Cell(size, {setting.name: Run.start(setting, engine) for setting in settings})
+        measure_cell(engine, cell, workload(encoded, size, prompts_per_cell, sampling), max_tokens, explore, rounds)
+        yield cell
+
+
+def measure_cell(
+    engine: Engine, cell: Cell, batches: Sequence[Sequence[Stream]], max_tokens: int, explore: int, rounds: int
+) -> None:
+    """Fill the runs of a cell. Arguments as in `measure`."""
+    runs = list(cell.runs.values())
+    serve(engine, batches[:1], runs, max_tokens)
+    serve(engine, batches, runs, min(FIRST_TOKENS, max_tokens))
+    for number in track(range(explore + rounds), description=f"measuring {cell.name}"):
+        if number < explore:
+            for run, sample in serve(engine, batches, runs, max_tokens):
                 run.explored.append(sample)
         else:
             compared = [cell.runs[name] for name in dict.fromkeys((AUTO, OFF, cell.best))]
             for run, sample in serve(engine, batches, compared, max_tokens):
                 run.compared.append(sample)
-    return cells
 
 
 def workload(
@@ -437,14 +446,17 @@ def _over(cell: Cell, name: str) -> str:
     return str(cell.compare(name)) if cell.runs[name].compared else f"{cell.explored_ratio(name):.3f}"
 
 
-def summary(cells: Sequence[Cell]) -> list[str]:
-    """`auto` over the best fixed depth and over off in each cell, over the others in the sweep, and missed bounds."""
-    lines = [
+def describe(cell: Cell) -> str:
+    return (
         f"{cell.name}: auto drafts {cell.runs[AUTO].depth:.2f}; "
         f"auto / best fixed ({cell.best}) = {cell.compare(cell.best)}, auto / off = {cell.compare(OFF)}; "
         f"planning and booking take {cell.runs[AUTO].control:.1%}"
-        for cell in cells
-    ]
+    )
+
+
+def summary(cells: Sequence[Cell]) -> list[str]:
+    """`auto` over the best fixed depth and over off in each cell, over the others in the sweep, and missed bounds."""
+    lines = [describe(cell) for cell in cells]
     name, ratio = best_single(cells)
     lines.append(f"sweep, geometric mean: auto / best single fixed ({name}) = {ratio:.3f}")
     for name in cells[0].runs:
