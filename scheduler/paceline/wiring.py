@@ -215,7 +215,7 @@ def _choose_dtype(name: str, device: torch.device, native: bool) -> torch.dtype:
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
         capabilities = torch.cpu.get_capabilities()
-        # The native backend widens what it reads: with half of the bytes, few rows take half of the time on any CPU.
+        # The native backend widens what it reads: with half of the bytes, few rows take about half of the time.
         fast = native or capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16")
         return torch.bfloat16 if fast else torch.float32
     return DTYPES[name]

@@ -253,7 +253,7 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["backends", "--dtype", "auto"], "dtype = 'auto': must be float32 or bfloat16"),
     ],
 )
-def test_bad_options_of_others(options: list[str], words: str) -> None:
+def test_bad_options_are_refused(options: list[str], words: str) -> None:
     command = [sys.executable, "-m", "paceline", "bench", *options]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
     assert done.returncode == 2
@@ -280,6 +280,7 @@ def test_depth_compares_auto_with_everything_else(pair: tuple[Path, Path], capsy
     )
     assert engine.scheduler.speculation.policy is policy
     assert [name for name, run in cells[0].runs.items() if run.policy is None] == ["auto"], "its own is auto's alone"
+    assert len({id(run.policy) for cell in cells for run in cell.runs.values() if run.policy is not None}) == 2 * 4
     assert [cell.streams for cell in cells] == [1, 2]
     for cell in cells:
         assert list(cell.runs) == ["off", "2", "auto", "realizar", "draft-full-then-trim"]
@@ -327,6 +328,22 @@ def test_settings_take_turns_by_batches(pair: tuple[Path, Path], monkeypatch: py
     methods = [Method.NONE, Method.DRAFT_MODEL, None]
     assert order == [((5,), method) for method in methods] + [((6,), method) for method in methods]
     assert samples[0] == depth.Sample(rate=20 / (1 + 4), depth=(1 + 4) / 2, control=1 / (1 + 4))
+
+
+def test_cells_come_one_after_the_other(pair: tuple[Path, Path]) -> None:
+    """The first before the second has begun, and its prompts of two and a half blocks are read only once."""
+    engine = _engine(pair)
+    settings = depth.parse_settings("off,2,auto", Method.DRAFT_MODEL)
+    prompts = [tuple(range(first, first + 40)) for first in (5, 105)]
+    cells = depth.measure(
+        engine, prompts, [1, 2], settings, max_tokens=6, prompts_per_cell=2, explore=1, rounds=2, sampling=GREEDY
+    )
+    usage = engine.usage.of("")
+    for streams in (1, 2):
+        before = usage.prompt_tokens
+        assert next(cells).streams == streams
+        assert usage.prompt_tokens > before
+        assert usage.cached_prompt_tokens == 32 * (usage.prompt_tokens // 40 - len(prompts))
 
 
 def test_workloads_are_whole_batches() -> None:
@@ -395,8 +412,15 @@ def test_bounds_that_are_missed_are_named() -> None:
     assert depth.missed([unsure]) == ["8 streams: auto over the best fixed depth is known to 1.271, not 0.02"]
 
 
-def test_the_command_depth(tmp_path: Path) -> None:
-    """With one drafter for all, who is the other one than by default."""
+def test_the_command_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one drafter for all, who is the other one than by default; prompts are read once."""
+    engines = []
+
+    def build(settings: EngineSettings) -> Engine:
+        engines.append(build_engine(settings))
+        return engines[-1]
+
+    monkeypatch.setattr("paceline.wiring.build_engine", build)
     target, draft = tiny_pair(tmp_path, max_position_embeddings=4096)
     command = ["bench", "depth", "--model", str(target), "--draft", str(draft), "--method", "ngram"]
     options = ["--concurrency", "1,2", "--depth", "off,1,2,auto,hf", "--max-tokens", "4", "--prompts-per-cell", "2"]
@@ -404,6 +428,8 @@ def test_the_command_depth(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*command, *options, *files])
     assert result.exit_code == 0, result.output
     said = json.loads((tmp_path / "out.json").read_text())
+    assert [path.name for path in tmp_path.glob("out.json*")] == ["out.json"]
+    assert engines[0].usage.of("").cached_prompt_tokens > 0
     assert said["settings"]["method"] == "ngram"
     assert [cell["streams"] for cell in said["cells"]] == [1, 2]
     for cell in said["cells"]:

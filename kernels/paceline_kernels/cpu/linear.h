@@ -416,8 +416,8 @@ inline void scale(Sums& sums, int64_t count, const Packed8& weights, int64_t til
     }
 }
 
-// By MATRICES matrices that are stored as one, a tile of each in turn: a bundle. Calls use(first output, row,
-// sums[MATRICES]) for every row and every bundle, which begins at that output. Called by all threads of a team, which
+// Multiplies by MATRICES matrices that are stored as one, their tiles in turn; a bundle is a tile of each. Calls
+// use(first output of the bundle, row, sums[MATRICES]) for every bundle and row. Called by all threads of a team, which
 // share the bundles and leave together.
 template <int MATRICES, class Weights, class Use>
 void linear(const typename Weights::Input& x, const Weights& weights, int64_t rows, const Use& use) {
@@ -452,10 +452,10 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
             for (int64_t input = 0; input < inputs; input += at_once) {
                 const Span span = {input, std::min(input + at_once, inputs)};
                 for (int64_t index = begin * MATRICES; index < end * MATRICES;) {
-                    const int64_t count_beside = index + beside <= end * MATRICES ? beside : 1;
-                    const Neighbours<Element> neighbours = {weights.tile(index), inputs * TILE, count_beside};
+                    const int64_t tiles = index + beside <= end * MATRICES ? beside : 1;
+                    const Neighbours<Element> neighbours = {weights.tile(index), inputs * TILE, tiles};
                     Sums* const own = sums[0] + (index - begin * MATRICES);
-                    index += count_beside;
+                    index += tiles;
                     multiply(x, neighbours, span, row, count, own, last ? after(index) : nullptr);
                 }
             }

@@ -218,8 +218,8 @@ inline Register multiply_add(Register a, Register b, Register c) {
 #endif
 }
 
-// sum + the product of the first bfloat16 of each lane's pairs, then + that of the second; AVX512-BF16 adds both to each
-// other first.
+// sum + the product of the first bfloat16 of each lane's pairs, then + that of the second; AVX512-BF16 has an order of its
+// own, and no subnormals.
 inline Register multiply_add_pairs(Bits a, Bits b, Register sum) {
 #if defined(__AVX512BF16__)
     return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);

@@ -153,7 +153,7 @@ def depth(
     ] = None,
     mixed: Annotated[
         bool,
-        typer.Option("--mixed", help="Half of the streams copy, half are wild; all depths have the same drafters."),
+        typer.Option("--mixed", help="Half of the streams copy, half are wild; fixed depths draft by the model."),
     ] = False,
     synthetic: Annotated[
         str | None,
@@ -192,8 +192,15 @@ def depth(
         decree(engine, parse_rates(synthetic))
         title = f"SYNTHETIC ACCEPTANCE {synthetic}: {title}"
     described = {
-        **{"model": model, "draft": draft, "method": method, "dtype": dtype, "streams": kind},
-        **{"max_tokens": max_tokens, "prompts_per_cell": prompts_per_cell, "explore": explore, "rounds": rounds},
+        "model": model,
+        "draft": draft,
+        "method": method,
+        "dtype": dtype,
+        "streams": kind,
+        "max_tokens": max_tokens,
+        "prompts_per_cell": prompts_per_cell,
+        "explore": explore,
+        "rounds": rounds,
         "synthetic_acceptance": synthetic,
     }
     cells = []
@@ -202,8 +209,10 @@ def depth(
     ):
         cells.append(cell)
         typer.echo(describe(cell), err=True)
-        if json_out is not None:  # anew for each: what a run has measured outlives it
-            json_out.write_text(json.dumps(to_json(cells, described), indent=2) + "\n")
+        if json_out is not None:  # anew for each, and never half of it: what a run has measured outlives it
+            partial = json_out.with_name(json_out.name + ".part")
+            partial.write_text(json.dumps(to_json(cells, described), indent=2) + "\n")
+            partial.replace(json_out)
     render(cells, title=title)
 
 
@@ -361,8 +370,8 @@ def backends(
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
-    if dtype == "auto":
-        raise InvalidArgument("dtype", dtype, "float32 or bfloat16: auto is not the same for both")
+    if dtype not in ("float32", "bfloat16"):  # auto is not the same for both
+        raise InvalidArgument("dtype", dtype, "float32 or bfloat16")
     sizes, depths = parse_sizes(concurrency), parse_depths(depth)
     torch, native = (
         build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, backend=backend, prefix_cache="off"))

@@ -4,7 +4,7 @@ Exploring repetitions measure every setting, and choose the best fixed depth. Co
 that depth alone, in turn (A B C A B C), so that nothing is compared by the luck by which it was chosen.
 
 A batch is measured while it is whole, from the last first token to the first end: so it has the number of streams that
-is told, and the mix of them. If the engine has a prefix cache, prompts are read once, before.
+is told, and the mix of them. With a prefix cache, prompts are read before, but for their last block.
 """
 
 from __future__ import annotations
@@ -277,7 +277,8 @@ def measure(
     """Serve each cell's workload `explore` times by every setting, then `rounds` times by those that are compared.
 
     Before that, unmeasured, its first batch by every setting, which warms up and teaches the engine what it is allowed
-    to know of its drafters; and the first tokens of the others, so that both models have read all prompts.
+    to know of its drafters; and the first tokens of all batches, so that the prefix cache, if there is one, has their
+    prompts as both models read them (the draft model, if a setting drafts by it).
 
     Args:
         sampling: of every stream, whose seeds count up from the one that it has, if any; None for streams of two kinds
