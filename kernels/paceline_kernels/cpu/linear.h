@@ -102,9 +102,11 @@ inline void fetch(const void* weights, const char* next) {
 // Neighbouring tiles that are walked side by side: memory is read faster in several places at once.
 template <class Element>
 struct Neighbours {
-    const Element* first;
-    int64_t apart;  // elements from a tile to the next
+    const Element* first;  // at the begin of the tile, or of the span of it that is multiplied
+    int64_t apart;         // elements from a tile to the next
     int64_t count;
+
+    Neighbours from(Span span) const { return {first + span.begin * TILE, apart, count}; }
 };
 
 // How many: as many as leave the sums of so many rows in registers, but no more than bring something.
@@ -137,12 +139,18 @@ inline Register step(Register sum, const bfloat16* weights, const bfloat16* x) {
     return multiply_add_pairs((Bits)load_register(weights), broadcast_word(x), sum);
 }
 
+// Weights that were widened: one input at a time, and the same sum.
+inline Register step(Register sum, const float* weights, const bfloat16* x) {
+    return multiply_add(load_register(weights), broadcast_half(x), sum);
+}
+
 inline Integers step(Integers sum, const uint8_t* weights, const int8_t* x) {
     return multiply_add_bytes((Bits)load_register(weights), broadcast_word(x), sum);
 }
 
-template <int ROWS, int TILES, int LINES, class T>
-void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int64_t row, float (*to)[TILE],
+// `from` the span's begin. Weights are of the same type, or W are floats that were widened.
+template <int ROWS, int TILES, int LINES, class T, class W>
+void multiply_rows(const Tiled<T>& x, const Neighbours<W>& from, Span span, int64_t row, float (*to)[TILE],
                    const char* next) {
     Register sums[TILES][ROWS][COLUMNS] = {};
     for (int tile = 0; tile < TILES && span.begin > 0; ++tile) {
@@ -152,24 +160,24 @@ void multiply_rows(const Tiled<T>& x, const Neighbours<T>& from, Span span, int6
             }
         }
     }
-    const T* weights = from.first + span.begin * TILE;
+    const W* weights = from.first;
     const T* rows[ROWS];
     for (int i = 0; i < ROWS; ++i) rows[i] = x.at(row + i, span.begin);
     for (int64_t piece = span.begin; piece < span.end; piece += PIECE<T>) {
 #pragma GCC unroll 4
-        for (int64_t k = 0; k < PIECE<T>; k += PAIR<T>) {
+        for (int64_t k = 0; k < PIECE<T>; k += PAIR<W>) {
 #pragma GCC unroll 4
             for (int tile = 0; tile < TILES; ++tile) {
-                const T* const own = weights + tile * from.apart;
-                fetch<LINES>(own, next + tile * from.apart * sizeof(T));
+                const W* const own = weights + tile * from.apart;
+                fetch<LINES>(own, next + tile * from.apart * sizeof(W));
 #pragma GCC unroll 24
                 for (int n = 0; n < ROWS * COLUMNS; ++n) {
                     const auto [i, column] = place<ROWS>(n);
                     Register& sum = sums[tile][i][column];
-                    sum = step(sum, own + column * REGISTER_LANES * PAIR<T>, rows[i] + k);
+                    sum = step(sum, own + column * REGISTER_LANES * PAIR<W>, rows[i] + k);
                 }
             }
-            weights += 2 * PIECE<T>;
+            weights += 2 * PIECE<W>;
             next += 64 * LINES;
         }
         for (int i = 0; i < ROWS; ++i) rows[i] += LANES * PIECE<T>;
@@ -196,7 +204,7 @@ template <int ROWS, int TILES, int LINES>
 void multiply_rows(const Packed8::Input& x, const Neighbours<uint8_t>& from, Span span, int64_t row,
                    float (*to)[TILE], const char* next) {
     for (int tile = 0; tile < TILES && span.begin == 0; ++tile) std::fill_n(to[tile * MOST_ROWS], ROWS * TILE, 0.0f);
-    const uint8_t* weights = from.first + span.begin * TILE;
+    const uint8_t* weights = from.first;
     for (int64_t group = span.begin / GROUP; group < span.end / GROUP; ++group) {
         Integers sums[TILES][ROWS][COLUMNS];
         for (int tile = 0; tile < TILES; ++tile) {
@@ -265,7 +273,39 @@ void multiply_vectors(const Input& x, const Neighbours<Element>& tiles, Span spa
         const int lines = near ? 0 : parts == 1 ? 2 : 1;
         const Element* const fetched = lines == 0 ? tiles.first : next + part * half;
         const auto& by_rows = tiles.count > 1 ? several : alone[lines];
-        by_rows[end - begin - 1](x, tiles, span, row + begin, sums->at + begin, (const char*)fetched);
+        by_rows[end - begin - 1](x, tiles.from(span), span, row + begin, sums->at + begin, (const char*)fetched);
+    }
+}
+
+constexpr int64_t MANY_ROWS = 32;  // enough to widen weights for
+constexpr int64_t WIDENED = 1024;  // inputs of a tile at a time, which stay in the second cache
+
+// Whether weights are widened for many rows. Never where the machine multiplies bfloat16, which it does in an order of its
+// own, nor where a register of weights meets as many rows at once as with AVX-512.
+template <class Element>
+constexpr bool WIDENS = sizeof(Element) == 2 && ROWS_AT_ONCE <= 3;
+
+// The same for one tile and many rows of bfloat16: each weight becomes a float once, and not for every ROWS_AT_ONCE rows
+// anew. The sums are the same.
+template <class T>
+void multiply_widened(const Tiled<T>& x, const T* tile, Span span, int64_t row, int64_t count, Sums& sums) {
+    constexpr auto COUNTS = std::make_integer_sequence<int, ROWS_AT_ONCE>();
+    static constexpr auto by_rows = multiply_by_rows<Tiled<T>, float, false, 0>(COUNTS);
+    thread_local Scratch scratch;
+    float* const wide = scratch.get<float>(WIDENED * TILE);
+    for (int64_t begin = span.begin; begin < span.end; begin += WIDENED) {
+        const Span some = {begin, std::min(begin + WIDENED, span.end)};
+        for (int64_t i = 0; i < some.end - begin; i += 2) {
+            for (int column = 0; column < TILE; column += REGISTER_LANES) {
+                const Bits pairs = (Bits)load_register(tile + (begin + i) * TILE + 2 * column);
+                store_register(wide + i * TILE + column, (Register)(pairs << 16));
+                store_register(wide + (i + 1) * TILE + column, (Register)(pairs & 0xffff0000u));
+            }
+        }
+        for (int64_t done = 0; done < count; done += ROWS_AT_ONCE) {
+            const int64_t rows = std::min<int64_t>(ROWS_AT_ONCE, count - done);
+            by_rows[rows - 1](x, {wide, 0, 1}, some, row + done, sums.at + done, nullptr);
+        }
     }
 }
 
@@ -395,6 +435,9 @@ void multiply(const Input& x, const Neighbours<Element>& tiles, Span span, int64
         }
     }
 #endif
+    if constexpr (WIDENS<Element>) {
+        if (count >= MANY_ROWS) return multiply_widened(x, tiles.first, span, row, count, *sums);
+    }
     multiply_vectors(x, tiles, span, row, count, sums, next);
 }
 

@@ -207,6 +207,17 @@ inline Bits broadcast_word(const void* from) {
 #endif
 }
 
+// The bfloat16 at an address in all lanes.
+inline Register broadcast_half(const void* from) {
+    uint16_t x;
+    std::memcpy(&x, from, sizeof x);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return (Register)_mm256_slli_epi32(_mm256_set1_epi16((int16_t)x), 16);
+#else
+    return (Register)(Bits{} + ((uint32_t)x << 16));
+#endif
+}
+
 // a * b + c, rounded once where x86 can.
 inline Register multiply_add(Register a, Register b, Register c) {
 #if defined(__AVX512F__)
