@@ -1,7 +1,8 @@
 """`auto` against every fixed depth and against other rules: one engine, and one workload served again and again.
 
 Exploring repetitions measure every setting, and choose the best fixed depth. Comparing ones measure `auto`, `off` and
-that depth alone, in turn (A B C A B C), so that nothing is compared by the luck by which it was chosen.
+that depth alone, so that nothing is compared by the luck by which it was chosen. All take turns by batches, and every
+batch begins with another (A B C, B C A, C A B).
 
 A batch is measured while it is whole, from the last first token to the first end: so it has the number of streams that
 is told, and the mix of them. With a prefix cache, prompts are read before, but for their last block.
@@ -307,11 +308,11 @@ def measure_cell(
     serve(engine, batches, runs, min(FIRST_TOKENS, max_tokens))
     for number in track(range(explore + rounds), description=f"measuring {cell.name}"):
         if number < explore:
-            for run, sample in serve(engine, batches, runs, max_tokens):
+            for run, sample in serve(engine, batches, runs, max_tokens, number):
                 run.explored.append(sample)
         else:
             compared = [cell.runs[name] for name in dict.fromkeys((AUTO, OFF, cell.best))]
-            for run, sample in serve(engine, batches, compared, max_tokens):
+            for run, sample in serve(engine, batches, compared, max_tokens, number):
                 run.compared.append(sample)
 
 
@@ -333,14 +334,18 @@ def workload(
 
 
 def serve(
-    engine: Engine, batches: Sequence[Sequence[Stream]], runs: Sequence[Run], max_tokens: int
+    engine: Engine, batches: Sequence[Sequence[Stream]], runs: Sequence[Run], max_tokens: int, first: int = 0
 ) -> list[tuple[Run, Sample]]:
-    """Serve batches one after the other, each by all runs before the next: a machine that slows down meets them all."""
+    """Serve batches one after the other, each by all runs before the next: a machine that slows down meets them all.
+
+    The first batch begins with run `first`, modulo their number, every other with the next one: with two, A B B A.
+    """
     served: list[list[Served]] = [[] for _ in runs]
-    for batch in batches:
-        for run, mine in zip(runs, served, strict=True):
-            with chosen_by(engine, run.policy):
-                mine.append(serve_batch(engine, batch, run.setting.bounds, max_tokens))
+    for number, batch in enumerate(batches, first):
+        for turn in range(len(runs)):
+            index = (number + turn) % len(runs)
+            with chosen_by(engine, runs[index].policy):
+                served[index].append(serve_batch(engine, batch, runs[index].setting.bounds, max_tokens))
     return [(run, Sample.of(mine)) for run, mine in zip(runs, served, strict=True)]
 
 

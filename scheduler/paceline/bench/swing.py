@@ -69,7 +69,7 @@ class Phase:
 
     def settled(self) -> tuple[float, float | None]:
         """The level of the depth, which is its median; and the seconds after which it came to stay near it, None if it
-        never did.
+        never did. A depth is chosen as its step begins, however long that takes.
         """
         seconds, depths = self._sliding_depths()
         if not len(depths):
@@ -87,15 +87,15 @@ class Phase:
         return level, since
 
     def _sliding_depths(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Drafts per decode over the steps that ended in the last `WINDOW` seconds: at the end of every step with a
+        """Drafts per decode over the steps that began in the last `WINDOW` seconds: at the begin of every step with a
         decode in that window.
         """
-        ended = np.array([step.ended for step in self.steps])
+        began = np.array([step.began for step in self.steps])
         totals = np.cumsum([(0, 0), *((step.drafts, step.decodes) for step in self.steps)], axis=0)
-        first = np.searchsorted(ended, ended - WINDOW, side="right")
+        first = np.searchsorted(began, began - WINDOW, side="right")
         drafts, decodes = (totals[1:] - totals[first]).T
         decoding = decodes > 0
-        return ended[decoding], drafts[decoding] / decodes[decoding]
+        return began[decoding], drafts[decoding] / decodes[decoding]
 
 
 class ClosedLoop:
