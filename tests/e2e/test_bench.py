@@ -331,6 +331,24 @@ def test_settings_take_turns_by_batches(pair: tuple[Path, Path], monkeypatch: py
     assert samples[2] == depth.Sample(rate=20 / (1 + 6), depth=(1 + 6) / 2, control=1 / (1 + 6))
 
 
+def test_repetitions_begin_with_another_setting(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each is a single batch, too."""
+    order = []
+
+    def serve_batch(engine: Engine, batch: list[depth.Stream], bounds: SpeculationParams, max_tokens: int) -> Any:
+        order.append(bounds.method)
+        return depth.Served(10, 1.0, 0.5, SpeculationCounts(steps={(1, 0): 1}))
+
+    monkeypatch.setattr(depth, "serve_batch", serve_batch)
+    engine = _engine(pair)
+    settings = depth.parse_settings("off,auto", Method.DRAFT_MODEL)
+    cell = depth.Cell(1, {setting.name: depth.Run.start(setting, engine) for setting in settings})
+    batches = depth.workload([(5,)], streams=1, least=1, sampling=GREEDY)
+    depth.measure_cell(engine, cell, batches, max_tokens=8, explore=2, rounds=3)
+    off, auto = Method.NONE, None
+    assert order[4:] == [off, auto, auto, off, *[auto, off], *[off, auto], *[auto, off]], "two to warm up, then all"
+
+
 def test_cells_come_one_after_the_other(pair: tuple[Path, Path]) -> None:
     """The first before the second has begun, and its prompts of two and a half blocks are read only once."""
     engine = _engine(pair)

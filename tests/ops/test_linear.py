@@ -188,6 +188,16 @@ def test_a_row_depends_on_itself_alone(
         assert torch.equal(linear(x[order], matrix), whole[order])
 
 
+@pytest.mark.parametrize("inputs", [1024, 1056, 2080])
+def test_what_is_widened_for_many_rows_changes_nothing(inputs: int) -> None:
+    """bfloat16 where the machine cannot multiply it: the sums of single rows, over the cuts between what is widened."""
+    torch.manual_seed(0)
+    x, matrix = torch.randn(100, inputs).bfloat16(), packed(Kind.BFLOAT16, torch.randn(70, inputs), None, [])
+    alone = torch.cat([linear(x[row : row + 1], matrix) for row in range(len(x))])
+    for rows in (31, 32, 33, 48, 79, 80, 100):
+        assert torch.equal(linear(x[:rows], matrix), alone[:rows]), f"{rows} rows"
+
+
 @pytest.mark.parametrize("format_", FORMATS, ids=str)
 def test_the_number_of_threads_changes_nothing(format_: tuple[Kind, torch.dtype]) -> None:
     torch.manual_seed(0)

@@ -148,7 +148,7 @@ inline Integers step(Integers sum, const uint8_t* weights, const int8_t* x) {
     return multiply_add_bytes((Bits)load_register(weights), broadcast_word(x), sum);
 }
 
-// `from` the span's begin. Weights are of the same type, or W are floats that were widened.
+// `from` begins where the span does. W is T, or float for weights that were widened.
 template <int ROWS, int TILES, int LINES, class T, class W>
 void multiply_rows(const Tiled<T>& x, const Neighbours<W>& from, Span span, int64_t row, float (*to)[TILE],
                    const char* next) {
@@ -277,20 +277,22 @@ void multiply_vectors(const Input& x, const Neighbours<Element>& tiles, Span spa
     }
 }
 
-constexpr int64_t MANY_ROWS = 32;  // enough to widen weights for
+constexpr int64_t ROWS_TO_WIDEN_FOR = 32;
 constexpr int64_t WIDENED = 1024;  // inputs of a tile at a time, which stay in the second cache
 
-// Whether weights are widened for many rows. Never where the machine multiplies bfloat16, which it does in an order of its
-// own, nor where a register of weights meets as many rows at once as with AVX-512.
+// Whether that is ever done: not with AVX-512, whose registers meet so many rows at once that it brings nothing, and whose
+// products of bfloat16 have an order of their own.
 template <class Element>
-constexpr bool WIDENS = sizeof(Element) == 2 && ROWS_AT_ONCE <= 3;
+constexpr bool WIDENS = sizeof(Element) == 2 && REGISTER_BYTES < 64;
 
-// The same for one tile and many rows of bfloat16: each weight becomes a float once, and not for every ROWS_AT_ONCE rows
-// anew. The sums are the same.
+// multiply_vectors for one tile and many rows of bfloat16: each weight becomes a float once, and not for every ROWS_AT_ONCE
+// rows anew. The sums are the same. The first rows fetch `next`, unless it is null: a line for every input is all of it.
 template <class T>
-void multiply_widened(const Tiled<T>& x, const T* tile, Span span, int64_t row, int64_t count, Sums& sums) {
+void multiply_widened(const Tiled<T>& x, const T* tile, Span span, int64_t row, int64_t count, Sums& sums,
+                      const T* next) {
     constexpr auto COUNTS = std::make_integer_sequence<int, ROWS_AT_ONCE>();
     static constexpr auto by_rows = multiply_by_rows<Tiled<T>, float, false, 0>(COUNTS);
+    static constexpr auto fetching = multiply_by_rows<Tiled<T>, float, false, 1>(COUNTS);
     thread_local Scratch scratch;
     float* const wide = scratch.get<float>(WIDENED * TILE);
     for (int64_t begin = span.begin; begin < span.end; begin += WIDENED) {
@@ -304,7 +306,9 @@ void multiply_widened(const Tiled<T>& x, const T* tile, Span span, int64_t row, 
         }
         for (int64_t done = 0; done < count; done += ROWS_AT_ONCE) {
             const int64_t rows = std::min<int64_t>(ROWS_AT_ONCE, count - done);
-            by_rows[rows - 1](x, {wide, 0, 1}, some, row + done, sums.at + done, nullptr);
+            const T* const fetched = next && done == 0 ? next + begin * TILE : nullptr;
+            const auto& multiply = fetched ? fetching : by_rows;
+            multiply[rows - 1](x, {wide, 0, 1}, some, row + done, sums.at + done, (const char*)fetched);
         }
     }
 }
@@ -436,7 +440,7 @@ void multiply(const Input& x, const Neighbours<Element>& tiles, Span span, int64
     }
 #endif
     if constexpr (WIDENS<Element>) {
-        if (count >= MANY_ROWS) return multiply_widened(x, tiles.first, span, row, count, *sums);
+        if (count >= ROWS_TO_WIDEN_FOR) return multiply_widened(x, tiles.first, span, row, count, *sums, next);
     }
     multiply_vectors(x, tiles, span, row, count, sums, next);
 }

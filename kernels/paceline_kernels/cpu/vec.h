@@ -212,6 +212,7 @@ inline Register broadcast_half(const void* from) {
     uint16_t x;
     std::memcpy(&x, from, sizeof x);
 #if defined(__AVX2__) && !defined(__AVX512F__)
+    // From memory to all lanes, and shifted there: shifted as an integer before, it would take a detour.
     return (Register)_mm256_slli_epi32(_mm256_set1_epi16((int16_t)x), 16);
 #else
     return (Register)(Bits{} + ((uint32_t)x << 16));

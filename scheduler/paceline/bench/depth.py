@@ -338,7 +338,7 @@ def serve(
 ) -> list[tuple[Run, Sample]]:
     """Serve batches one after the other, each by all runs before the next: a machine that slows down meets them all.
 
-    The first batch begins with run `first`, modulo their number, every other with the next one: with two, A B B A.
+    The first batch begins with run `first`, modulo their number, each later one with the next run: A B B A with two.
     """
     served: list[list[Served]] = [[] for _ in runs]
     for number, batch in enumerate(batches, first):

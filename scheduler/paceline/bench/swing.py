@@ -69,7 +69,7 @@ class Phase:
 
     def settled(self) -> tuple[float, float | None]:
         """The level of the depth, which is its median; and the seconds after which it came to stay near it, None if it
-        never did. A depth is chosen as its step begins, however long that takes.
+        never did: to the begin of a step, where its depth is chosen. That a step is long is not its depth's doing.
         """
         seconds, depths = self._sliding_depths()
         if not len(depths):
