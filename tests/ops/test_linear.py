@@ -188,13 +188,15 @@ def test_a_row_depends_on_itself_alone(
         assert torch.equal(linear(x[order], matrix), whole[order])
 
 
-@pytest.mark.parametrize("inputs", [1024, 1056, 2080])
-def test_what_is_widened_for_many_rows_changes_nothing(inputs: int) -> None:
-    """bfloat16 where the machine cannot multiply it: the sums of single rows, over the cuts between what is widened."""
+@pytest.mark.parametrize("inputs", [512, 1024, 1056, 2080])
+@pytest.mark.parametrize("format_", FORMATS, ids=str)
+def test_a_sum_goes_on_where_inputs_are_cut(format_: tuple[Kind, torch.dtype], inputs: int) -> None:
+    """Several rows walk a tile in pieces, part by part: bits as of single rows, which walk it at once."""
     torch.manual_seed(0)
-    x, matrix = torch.randn(100, inputs).bfloat16(), packed(Kind.BFLOAT16, torch.randn(70, inputs), None, [])
+    kind, dtype = format_
+    x, matrix = torch.randn(100, inputs).to(dtype), packed(kind, torch.randn(70, inputs), None, [])
     alone = torch.cat([linear(x[row : row + 1], matrix) for row in range(len(x))])
-    for rows in (31, 32, 33, 48, 79, 80, 100):
+    for rows in (3, 6, 7, 13, 31, 48, 79, 100):
         assert torch.equal(linear(x[:rows], matrix), alone[:rows]), f"{rows} rows"
 
 

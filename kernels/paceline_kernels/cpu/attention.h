@@ -226,7 +226,7 @@ public:
     // out [num_tokens, num_heads * head_dim] from query [num_tokens, num_heads, head_dim] and the pages of one layer,
     // which hold the rows' own keys and values already. Every thread of a team calls it; when it returns, all of `out`
     // but its padding is written.
-    void operator()(const Tiled<T>& out, const T* query, const T* keys, const T* values) const {
+    void operator()(const Tiled<Activation<T>>& out, const T* query, const T* keys, const T* values) const {
         const Layer layer = {out, query, keys, values};
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < pieces_.size(); ++i) attend(layer, pieces_[i]);
@@ -234,7 +234,7 @@ public:
 
 private:
     struct Layer {
-        const Tiled<T>& out;
+        const Tiled<Activation<T>>& out;
         const T *query, *keys, *values;
     };
 
@@ -536,9 +536,9 @@ private:
     }
 
     // The first `left` of 16 elements, which may lie in two tiles.
-    void write(const Tiled<T>& out, int64_t row, int64_t column, Floats x, int64_t left) const {
+    void write(const Tiled<Activation<T>>& out, int64_t row, int64_t column, Floats x, int64_t left) const {
         if (pages_.head_dim % LANES == 0) return store(out.at(row, column), x);
-        for (int64_t j = 0; j < std::min<int64_t>(LANES, left); ++j) *out.at(row, column + j) = from_float<T>(x[j]);
+        for (int64_t j = 0; j < std::min<int64_t>(LANES, left); ++j) *out.at(row, column + j) = from_float<Activation<T>>(x[j]);
     }
 
     Pages pages_;

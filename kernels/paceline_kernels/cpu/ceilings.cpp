@@ -102,9 +102,10 @@ int64_t multiply_halves(int64_t rounds, uint32_t& seen) {
 
 int64_t multiply_bytes(int64_t rounds, uint32_t& seen) {
     seen = repeat(rounds, [](Register sum, Register a, Register b) {
+        if constexpr (KEPT_WIDE) return (Register)multiply_add_shorts((Bits)a, (Bits)b, (Integers)sum);
         return (Register)multiply_add_bytes((Bits)a, (Bits)b, (Integers)sum);
     });
-    return rounds * OPERATIONS;
+    return rounds * OPERATIONS / (KEPT_WIDE ? 2 : 1);
 }
 
 #ifdef AMX

@@ -10,18 +10,18 @@ namespace {
 
 template <class T>
 void linear_alone(const T* x, const PacelineMatrix& matrix, int64_t rows, int64_t num_threads, float* out) {
-    static thread_local Zeroed<T> memory;
+    static thread_local Zeroed<Activation<T>> memory;
     static thread_local Quantized room;
-    const Tiled<T> tiled = {memory.get(Tiled<T>::elements(rows, matrix.inputs)), Tiled<T>::padded(matrix.inputs)};
+    const Tiled<Activation<T>> tiled = activations<T>(memory, rows, matrix.inputs);
     room.reserve(rows, matrix.inputs);
     const Quantized& shared = room;
     for (int64_t row = 0; row < rows; ++row) {
         for (int64_t i = 0; i < tiled.size; ++i) {
-            *tiled.at(row, i) = i < matrix.inputs ? x[row * matrix.inputs + i] : T{};
+            convert(i < matrix.inputs ? x[row * matrix.inputs + i] : T{}, *tiled.at(row, i));
         }
     }
 #pragma omp parallel num_threads(num_threads)
-    project(matrix, tiled, rows, shared, RowMajor{out, matrix.outputs});
+    project<T>(matrix, tiled, rows, shared, RowMajor{out, matrix.outputs});
 }
 
 template <class T>
@@ -46,14 +46,14 @@ void attention_alone(const T* query, const PacelineBatch& from, const Pages& pag
                      T* out) {
     const Batch batch = {from.num_seqs, from.max_blocks, from.query_starts, from.context_lens, from.block_tables};
     const int64_t rows = batch.query_starts[batch.num_seqs], size = num_heads * pages.head_dim;
-    static thread_local Zeroed<T> memory;
-    const Tiled<T> tiled = {memory.get(Tiled<T>::elements(rows, size)), Tiled<T>::padded(size)};
+    static thread_local Zeroed<Activation<T>> memory;
+    const Tiled<Activation<T>> tiled = activations<T>(memory, rows, size);
     const Attention<T> attention(batch, pages, num_heads, scale, from.num_threads);
     const T* const keys = (const T*)from.kv;
 #pragma omp parallel num_threads(from.num_threads)
     attention(tiled, query, keys, keys + from.kv_elements);
     for (int64_t row = 0; row < rows; ++row) {
-        for (int64_t i = 0; i < size; ++i) out[row * size + i] = *tiled.at(row, i);
+        for (int64_t i = 0; i < size; ++i) convert(*tiled.at(row, i), out[row * size + i]);
     }
 }
 

@@ -36,7 +36,7 @@ public:
                 T* const keys = kv + 2 * index * from.kv_elements;
                 T* const values = keys + from.kv_elements;
                 normalize(layer.input_norm, rows);
-                project(layer.qkv, normed_, rows, room_, qkv_);
+                project<T>(layer.qkv, normed_, rows, room_, qkv_);
                 place(layer, batch, pages, rows, keys, values);
                 attention(attended_, query_, keys, values);
                 add(attended_, rows, layer.output);
@@ -55,9 +55,9 @@ public:
         {
 #pragma omp for
             for (int64_t row = 0; row < rows; ++row) {
-                for (int64_t i = 0; i < model_.hidden; ++i) *normed_.at(row, i) = hidden[row * model_.hidden + i];
+                for (int64_t i = 0; i < model_.hidden; ++i) convert(hidden[row * model_.hidden + i], *normed_.at(row, i));
             }
-            project(model_.head, normed_, rows, room_, RowMajor{out, model_.vocab});
+            project<T>(model_.head, normed_, rows, room_, RowMajor{out, model_.vocab});
         }
     }
 
@@ -87,14 +87,10 @@ private:
         qkv_ = {qkv_memory_.get(Striped::elements(rows, all_heads)), rows};
         query_ = query_memory_.get(rows * heads);
         placed_ = placed_memory_.get(rows * 2 * model_.num_kv_heads * model_.head_dim);
-        normed_ = tiled(normed_memory_, rows, model_.hidden);
-        attended_ = tiled(attended_memory_, rows, heads);
-        gated_ = tiled(gated_memory_, rows, model_.intermediate);
+        normed_ = activations<T>(normed_memory_, rows, model_.hidden);
+        attended_ = activations<T>(attended_memory_, rows, heads);
+        gated_ = activations<T>(gated_memory_, rows, model_.intermediate);
         room_.reserve(rows, std::max({model_.hidden, heads, model_.intermediate}));
-    }
-
-    static Tiled<T> tiled(Zeroed<T>& memory, int64_t rows, int64_t size) {
-        return {memory.get(Tiled<T>::elements(rows, size)), Tiled<T>::padded(size)};
     }
 
     void embed(const int64_t* token_ids, int64_t rows) {
@@ -128,8 +124,8 @@ private:
     }
 
     // residual_ += x * matrix
-    void add(const Tiled<T>& x, int64_t rows, const PacelineMatrix& matrix) {
-        multiply_by<1>(matrix, x, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
+    void add(const Tiled<Activation<T>>& x, int64_t rows, const PacelineMatrix& matrix) {
+        multiply_by<1, T>(matrix, x, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
             for (int64_t i = 0; i < TILE; i += LANES) {
                 const int64_t count = matrix.outputs - output - i;
                 if (count <= 0) return;
@@ -141,7 +137,7 @@ private:
 
     // gated_ = silu(gate) * up of normed_
     void gate(int64_t rows, const PacelineMatrix& matrix) {
-        multiply_by<2>(matrix, normed_, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
+        multiply_by<2, T>(matrix, normed_, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
             for (int64_t i = 0; i < TILE; i += LANES) {
                 const Floats gate = with_bias(sums[0] + i, matrix, output + i);
                 const Floats up = with_bias(sums[1] + i, matrix, output + TILE + i);
@@ -230,10 +226,12 @@ private:
     const PacelineModel model_;
     std::vector<int64_t> positions_, sequences_;  // of each row
     Zeroed<float> residual_memory_, qkv_memory_;
-    Zeroed<T> query_memory_, placed_memory_, normed_memory_, attended_memory_, gated_memory_;
-    Striped residual_, qkv_;              // [rows, hidden], [rows, heads of q, k and v]
-    T *query_, *placed_;                  // [rows, num_heads, head_dim], [rows, keys then values, head_dim]
-    Tiled<T> normed_, attended_, gated_;  // [rows, hidden], [rows, num_heads * head_dim], [rows, intermediate]
+    Zeroed<T> query_memory_, placed_memory_;
+    Zeroed<Activation<T>> normed_memory_, attended_memory_, gated_memory_;
+    Striped residual_, qkv_;  // [rows, hidden], [rows, heads of q, k and v]
+    T *query_, *placed_;      // [rows, num_heads, head_dim], [rows, keys then values, head_dim]
+    // [rows, hidden], [rows, num_heads * head_dim], [rows, intermediate]
+    Tiled<Activation<T>> normed_, attended_, gated_;
     Quantized room_;
 };
 

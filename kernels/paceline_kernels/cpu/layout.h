@@ -6,12 +6,28 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <type_traits>
 
 #include "vec.h"
 
 struct bfloat16 {
     uint16_t bits;
 };
+
+// A bfloat16 that takes the room of a float, so that nobody has to widen it.
+struct WideHalf {
+    float value;
+};
+
+// An 8-bit integer that takes the room of 16, likewise. Of four, those at even places stand before those at odd ones.
+struct WideByte {
+    int16_t value;
+};
+
+// What meets weights T, and weights of 8 bits.
+template <class T>
+using Activation = std::conditional_t<std::is_same_v<T, bfloat16> && KEPT_WIDE, WideHalf, T>;
+using ByteActivation = std::conditional_t<KEPT_WIDE, WideByte, int8_t>;
 
 template <class T>
 constexpr int PAIR = 4 / sizeof(T);  // elements of 4 bytes
@@ -30,6 +46,7 @@ inline float to_float(bfloat16 x) {
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
+inline float to_float(WideHalf x) { return x.value; }
 
 // To the nearest, ties to even; a NaN stays one.
 inline uint16_t upper_half(float x) {
@@ -49,8 +66,19 @@ template <>
 inline bfloat16 from_float<bfloat16>(float x) {
     return {upper_half(x)};
 }
+template <>
+inline WideHalf from_float<WideHalf>(float x) {
+    return {to_float(bfloat16{upper_half(x)})};
+}
+
+// To another kind that has the same values.
+template <class From, class To>
+inline void convert(From from, To& to) {
+    to = from_float<To>(to_float(from));
+}
 
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int16_t Shorts __attribute__((vector_size(32)));
 
 // LANES elements.
 inline Floats load(const float* from) {
@@ -69,12 +97,21 @@ inline Floats load(const bfloat16* from) {
 #endif
 }
 
+inline Floats load(const WideHalf* from) { return load(&from->value); }
+
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
-inline void store(bfloat16* to, Floats x) {
+// upper_half of each lane.
+inline Words upper_halves(Floats x) {
     const Words bits = (Words)x;
     const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const Words half = x == x ? nearest : (bits >> 16) | 0x40;
+    return x == x ? nearest : (bits >> 16) | 0x40;
+}
+
+inline void store(WideHalf* to, Floats x) { store(&to->value, (Floats)(upper_halves(x) << 16)); }
+
+inline void store(bfloat16* to, Floats x) {
+    const Words half = upper_halves(x);
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)half));
 #else
@@ -90,6 +127,12 @@ inline void store(int8_t* to, Ints x) {
 #else
     for (int lane = 0; lane < LANES; ++lane) to[lane] = (int8_t)x[lane];
 #endif
+}
+
+inline void store(WideByte* to, Ints x) {
+    const Ints order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+    const auto shorts = __builtin_convertvector(__builtin_shuffle(x, order), Shorts);
+    std::memcpy(to, &shorts, sizeof shorts);
 }
 
 // `count` elements, at most LANES, and zeros behind them.
@@ -253,3 +296,10 @@ private:
     T* data_ = nullptr;
     int64_t size_ = 0;
 };
+
+// Activations that meet weights T, whose padding they share.
+template <class T>
+Tiled<Activation<T>> activations(Zeroed<Activation<T>>& memory, int64_t rows, int64_t size) {
+    const int64_t padded = Tiled<T>::padded(size);
+    return {memory.get(Tiled<Activation<T>>::elements(rows, padded)), padded};
+}

@@ -23,7 +23,7 @@ constexpr int64_t MOST_ROWS = 3 * LANES;  // that meet a tile at once
 template <class T>
 struct Packed {
     using Element = T;
-    using Input = Tiled<T>;
+    using Input = Tiled<Activation<T>>;
 
     const T* data;
     int64_t outputs, inputs;
@@ -54,7 +54,7 @@ struct Packed8 {
 // Activations of 8 bits: a scale for each row and group of inputs (as in Dettmers et al., "LLM.int8()", 2022, but for
 // groups, so that an outlier costs its neighbours alone their precision).
 struct Packed8::Input {
-    Tiled<int8_t> values;
+    Tiled<ByteActivation> values;
     float* scales;         // [rows / 16][groups][16]
     int32_t* corrections;  // likewise: minus OFFSET times the sum of the values
 
@@ -75,27 +75,45 @@ struct Span {
 
 // ---- Vectors, an output in each lane ----
 
-// How many rows at a time leave their sums in registers.
+// Registers for sums and for the factor that waits for all of the other one, and rows whose sums they hold.
 #if defined(__AVX512F__)
+constexpr int ROOM = 26;
 constexpr int ROWS_AT_ONCE = 12;
-#elif defined(__AVX2__)
-constexpr int ROWS_AT_ONCE = 3;
 #else
-constexpr int ROWS_AT_ONCE = 1;
+constexpr int ROOM = 14;
+constexpr int ROWS_AT_ONCE = 6;
 #endif
+
+constexpr int COLUMNS = TILE / REGISTER_LANES;  // of registers, for the outputs of a tile
+
+constexpr bool fit(int rows, int columns) { return rows * columns + std::min(rows, columns) <= ROOM; }
+
+// How many columns at a time leave the sums of so many rows in registers.
+constexpr int columns_at_once(int rows) {
+    int columns = COLUMNS;
+    while (!fit(rows, columns)) columns /= 2;
+    return columns;
+}
 
 constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched, if it is not the next tile
 
-// Called for every two lines of weights. While a tile is multiplied out of the second cache, LINES of the next one come
-// there: so memory is read evenly, however many rows a tile meets. Without a next one, for few rows, and for several
-// tiles at once, LINES is 0.
+// Lines of the next tile that are fetched for every eight lines of weights; or else, with NEAR, what comes AHEAD of them.
+constexpr int NEAR = 0;
+constexpr int ALL_LINES = 8;
+
+// Called for every two lines of weights, which are number `index` of four. While a tile is multiplied out of the second
+// cache, the next one comes there: so memory is read evenly, however many rows a tile meets. Without a next one, for few
+// rows, and for several tiles at once, what is near is fetched. Returns what comes after it.
 template <int LINES>
-inline void fetch(const void* weights, const char* next) {
-    if constexpr (LINES == 0) {
+inline const char* fetch(const void* weights, const char* next, int index) {
+    if constexpr (LINES == NEAR) {
         __builtin_prefetch((const char*)weights + AHEAD);
         __builtin_prefetch((const char*)weights + AHEAD + 64);
+        return next;
     } else {
-        for (int line = 0; line < LINES; ++line) __builtin_prefetch(next + 64 * line, 0, 2);
+        const int end = (index + 1) * LINES / 4;
+        for (int line = index * LINES / 4; line < end; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+        return next;
     }
 }
 
@@ -110,206 +128,246 @@ struct Neighbours {
 };
 
 // How many: as many as leave the sums of so many rows in registers, but no more than bring something.
-constexpr int64_t side_by_side(int64_t rows) {
-    return std::max<int64_t>(1, std::min<int64_t>(4, ROWS_AT_ONCE / rows));
+constexpr int side_by_side(int rows) {
+    int tiles = 4;
+    while (tiles > 1 && !fit(rows, tiles * COLUMNS)) --tiles;
+    return tiles;
 }
 
-constexpr int COLUMNS = TILE / REGISTER_LANES;  // of registers, for the outputs of a tile
+// The factors of a product: a register of weights W, of 4 bytes for each output, and the inputs X that meet them; in PARTS
+// that are added one after the other.
+template <class W, class X>
+struct Factors {
+    static constexpr int PARTS = 1;
 
-// The order in which the sums of a tile are added to: the one that leaves most of them in registers.
-struct Place {
-    int row, column;
+    static Register weights(const W* from, int) { return load_register(from); }
+    static Register input(const X* from, int) { return broadcast(*from); }
+    static Register add(Register weights, Register input, Register sum) { return accumulate(weights, input, sum); }
 };
 
-template <int ROWS>
-constexpr Place place(int number) {
-#if defined(__AVX512F__)
-    return {number / COLUMNS, number % COLUMNS};
-#else
-    return {number % ROWS, number / ROWS};
-#endif
-}
+template <>
+struct Factors<bfloat16, bfloat16> {
+    static constexpr int PARTS = 1;
 
-// sum + weights * x, for a piece of a line of weights and what meets it.
-inline Register step(Register sum, const float* weights, const float* x) {
-    return multiply_add(load_register(weights), broadcast(*x), sum);
-}
+    static Bits weights(const bfloat16* from, int) { return (Bits)load_register(from); }
+    static Bits input(const bfloat16* from, int) { return broadcast_word(from); }
+    static Register add(Bits weights, Bits input, Register sum) { return multiply_add_pairs(weights, input, sum); }
+};
 
-inline Register step(Register sum, const bfloat16* weights, const bfloat16* x) {
-    return multiply_add_pairs((Bits)load_register(weights), broadcast_word(x), sum);
-}
+template <>
+struct Factors<bfloat16, WideHalf> : Factors<float, float> {
+    static constexpr int PARTS = 2;
 
-// Weights that were widened: one input at a time, and the same sum.
-inline Register step(Register sum, const float* weights, const bfloat16* x) {
-    return multiply_add(load_register(weights), broadcast_half(x), sum);
-}
-
-inline Integers step(Integers sum, const uint8_t* weights, const int8_t* x) {
-    return multiply_add_bytes((Bits)load_register(weights), broadcast_word(x), sum);
-}
-
-// `from` begins where the span does. W is T, or float for weights that were widened.
-template <int ROWS, int TILES, int LINES, class T, class W>
-void multiply_rows(const Tiled<T>& x, const Neighbours<W>& from, Span span, int64_t row, float (*to)[TILE],
-                   const char* next) {
-    Register sums[TILES][ROWS][COLUMNS] = {};
-    for (int tile = 0; tile < TILES && span.begin > 0; ++tile) {
-        for (int i = 0; i < ROWS; ++i) {
-            for (int column = 0; column < COLUMNS; ++column) {
-                sums[tile][i][column] = load_register(to[tile * MOST_ROWS + i] + column * REGISTER_LANES);
-            }
-        }
+    static Register weights(const bfloat16* from, int part) {
+        const Bits pairs = kept((Bits)load_register(from));
+        return (Register)(part == 0 ? pairs << 16 : pairs & 0xffff0000u);
     }
-    const W* weights = from.first;
-    const T* rows[ROWS];
-    for (int i = 0; i < ROWS; ++i) rows[i] = x.at(row + i, span.begin);
-    for (int64_t piece = span.begin; piece < span.end; piece += PIECE<T>) {
-#pragma GCC unroll 4
-        for (int64_t k = 0; k < PIECE<T>; k += PAIR<W>) {
-#pragma GCC unroll 4
-            for (int tile = 0; tile < TILES; ++tile) {
-                const W* const own = weights + tile * from.apart;
-                fetch<LINES>(own, next + tile * from.apart * sizeof(W));
-#pragma GCC unroll 24
-                for (int n = 0; n < ROWS * COLUMNS; ++n) {
-                    const auto [i, column] = place<ROWS>(n);
-                    Register& sum = sums[tile][i][column];
-                    sum = step(sum, own + column * REGISTER_LANES * PAIR<W>, rows[i] + k);
+    static Register input(const WideHalf* from, int part) { return broadcast(from[part].value); }
+};
+
+template <>
+struct Factors<uint8_t, int8_t> {
+    static constexpr int PARTS = 1;
+
+    static Bits weights(const uint8_t* from, int) { return (Bits)load_register(from); }
+    static Bits input(const int8_t* from, int) { return broadcast_word(from); }
+    static Integers add(Bits weights, Bits input, Integers sum) { return multiply_add_bytes(weights, input, sum); }
+};
+
+template <>
+struct Factors<uint8_t, WideByte> {
+    static constexpr int PARTS = 2;
+
+    static Bits weights(const uint8_t* from, int part) {
+        const Bits bytes = kept((Bits)load_register(from));
+        return part == 0 ? bytes & 0x00ff00ffu : upper_bytes(bytes);
+    }
+    static Bits input(const WideByte* from, int part) { return broadcast_word(from + 2 * part); }
+    static Integers add(Bits weights, Bits input, Integers sum) {
+        return kept(multiply_add_shorts(weights, input, sum));
+    }
+};
+
+// Adds the product of 4 bytes of each row, `k` elements from where it begins, and a line of weights for each pair of
+// columns. The factor of which there is less waits in registers.
+template <int ROWS, int WIDTH, class W, class X, class Sum>
+inline void step(Sum (&sums)[ROWS][WIDTH], const W* weights, const X* const (&rows)[ROWS], int64_t k) {
+    using Both = Factors<W, X>;
+    using Factor = decltype(Both::weights(weights, 0));
+    constexpr int64_t APART = REGISTER_LANES * PAIR<W>;
+#pragma GCC unroll 2
+    for (int part = 0; part < Both::PARTS; ++part) {
+        if constexpr (ROWS < WIDTH) {
+            Factor inputs[ROWS];
+#pragma GCC unroll 12
+            for (int i = 0; i < ROWS; ++i) inputs[i] = kept(Both::input(rows[i] + k, part));
+#pragma GCC unroll 8
+            for (int column = 0; column < WIDTH; ++column) {
+                const Factor some = kept(Both::weights(weights + column * APART, part));
+#pragma GCC unroll 12
+                for (int i = 0; i < ROWS; ++i) sums[i][column] = Both::add(some, inputs[i], sums[i][column]);
+            }
+        } else {
+            Factor some[WIDTH];
+#pragma GCC unroll 8
+            for (int column = 0; column < WIDTH; ++column) {
+                some[column] = kept(Both::weights(weights + column * APART, part));
+            }
+#pragma GCC unroll 12
+            for (int i = 0; i < ROWS; ++i) {
+                const Factor input = kept(Both::input(rows[i] + k, part));
+#pragma GCC unroll 8
+                for (int column = 0; column < WIDTH; ++column) {
+                    sums[i][column] = Both::add(some[column], input, sums[i][column]);
                 }
             }
-            weights += 2 * PIECE<W>;
-            next += 64 * LINES;
-        }
-        for (int i = 0; i < ROWS; ++i) rows[i] += LANES * PIECE<T>;
-    }
-    for (int tile = 0; tile < TILES; ++tile) {
-        for (int i = 0; i < ROWS; ++i) {
-            for (int column = 0; column < COLUMNS; ++column) {
-                store_register(to[tile * MOST_ROWS + i] + column * REGISTER_LANES, sums[tile][i][column]);
-            }
         }
     }
 }
 
-// Adds a group's integers to the sums of a row, scaled.
-inline void add_group(float* sums, const Integers* group, float scale) {
-    for (int column = 0; column < COLUMNS; ++column) {
+// Some columns of neighbouring tiles, which are multiplied together.
+template <class W>
+struct Columns {
+    const W* weights;  // of what is multiplied next
+    int64_t apart;     // elements from a tile to the next
+    const char* next;  // to be fetched next, if something is
+};
+
+// Adds the products of inputs [begin, end), and goes on with `from` as far.
+template <int LINES, int ROWS, int WIDTH, int TILES, class X, class W, class Sum>
+inline void add_products(Sum (&sums)[TILES][ROWS][WIDTH], const Tiled<X>& x, int64_t row, int64_t begin, int64_t end,
+                         Columns<W>& from) {
+    const X* rows[ROWS];
+    for (int i = 0; i < ROWS; ++i) rows[i] = x.at(row + i, begin);
+    for (int64_t piece = begin; piece < end; piece += PIECE<X>) {
+#pragma GCC unroll 1
+        for (int64_t k = 0; k < PIECE<X>; k += 4 * PAIR<W>) {
+#pragma GCC unroll 4
+            for (int index = 0; index < 4; ++index) {
+#pragma GCC unroll 4
+                for (int tile = 0; tile < TILES; ++tile) {
+                    const W* const own = from.weights + tile * from.apart;
+                    from.next = fetch<LINES>(own, from.next, index);
+                    step(sums[tile], own, rows, k + index * PAIR<W>);
+                }
+                from.weights += 2 * PIECE<W>;
+            }
+        }
+        for (int i = 0; i < ROWS; ++i) rows[i] += LANES * PIECE<X>;
+    }
+}
+
+// The sums of some columns, of which `to` is the first: those of a tile stand in [MOST_ROWS][TILE].
+template <int ROWS, int WIDTH, int TILES, int LINES, class X, class W>
+void multiply_columns(const Tiled<X>& x, Columns<W> from, Span span, int64_t row, float* to) {
+    const auto at = [to](int tile, int i, int column) {
+        return to + (tile * MOST_ROWS + i) * TILE + column * REGISTER_LANES;
+    };
+    Register sums[TILES][ROWS][WIDTH] = {};
+    for (int tile = 0; tile < TILES && span.begin > 0; ++tile) {
+        for (int i = 0; i < ROWS; ++i) {
+            for (int column = 0; column < WIDTH; ++column) sums[tile][i][column] = load_register(at(tile, i, column));
+        }
+    }
+    add_products<LINES>(sums, x, row, span.begin, span.end, from);
+    for (int tile = 0; tile < TILES; ++tile) {
+        for (int i = 0; i < ROWS; ++i) {
+            for (int column = 0; column < WIDTH; ++column) store_register(at(tile, i, column), sums[tile][i][column]);
+        }
+    }
+}
+
+// Adds a group's integers to sums, scaled.
+template <int WIDTH>
+inline void add_group(float* sums, const Integers (&group)[WIDTH], float scale) {
+#pragma GCC unroll 8
+    for (int column = 0; column < WIDTH; ++column) {
         float* const to = sums + column * REGISTER_LANES;
         const Register some = __builtin_convertvector(group[column], Register);
         store_register(to, multiply_add(some, broadcast(scale), load_register(to)));
     }
 }
 
-template <int ROWS, int TILES, int LINES>
-void multiply_rows(const Packed8::Input& x, const Neighbours<uint8_t>& from, Span span, int64_t row,
-                   float (*to)[TILE], const char* next) {
-    for (int tile = 0; tile < TILES && span.begin == 0; ++tile) std::fill_n(to[tile * MOST_ROWS], ROWS * TILE, 0.0f);
-    const uint8_t* weights = from.first;
+template <int ROWS, int WIDTH, int TILES, int LINES>
+void multiply_columns(const Packed8::Input& x, Columns<uint8_t> from, Span span, int64_t row, float* to) {
+    const auto at = [to](int tile, int i) { return to + (tile * MOST_ROWS + i) * TILE; };
+    for (int tile = 0; tile < TILES && span.begin == 0; ++tile) {
+        for (int i = 0; i < ROWS; ++i) std::fill_n(at(tile, i), WIDTH * REGISTER_LANES, 0.0f);
+    }
     for (int64_t group = span.begin / GROUP; group < span.end / GROUP; ++group) {
-        Integers sums[TILES][ROWS][COLUMNS];
-        for (int tile = 0; tile < TILES; ++tile) {
-            for (int i = 0; i < ROWS; ++i) {
-                const int32_t correction = x.corrections[x.index(row + i, group)];
-                for (Integers& sum : sums[tile][i]) sum = broadcast(correction);
-            }
-        }
-        for (int64_t piece = group * GROUP; piece < (group + 1) * GROUP; piece += PIECE<int8_t>) {
-            const int8_t* rows[ROWS];
-            for (int i = 0; i < ROWS; ++i) rows[i] = x.values.at(row + i, piece);
+        Integers sums[TILES][ROWS][WIDTH];
 #pragma GCC unroll 4
-            for (int64_t k = 0; k < PIECE<int8_t>; k += PAIR<int8_t>) {
-#pragma GCC unroll 4
-                for (int tile = 0; tile < TILES; ++tile) {
-                    const uint8_t* const own = weights + tile * from.apart;
-                    fetch<LINES>(own, next + tile * from.apart);
-#pragma GCC unroll 24
-                    for (int n = 0; n < ROWS * COLUMNS; ++n) {
-                        const auto [i, column] = place<ROWS>(n);
-                        Integers& sum = sums[tile][i][column];
-                        sum = step(sum, own + column * REGISTER_LANES * PAIR<int8_t>, rows[i] + k);
-                    }
-                }
-                weights += 2 * PIECE<int8_t>;
-                next += 64 * LINES;
-            }
-        }
         for (int tile = 0; tile < TILES; ++tile) {
+#pragma GCC unroll 12
             for (int i = 0; i < ROWS; ++i) {
-                const float scale = x.scales[x.index(row + i, group)];
-                add_group(to[tile * MOST_ROWS + i], sums[tile][i], scale);
+                const Integers correction = broadcast(x.corrections[x.index(row + i, group)]);
+#pragma GCC unroll 8
+                for (int column = 0; column < WIDTH; ++column) sums[tile][i][column] = correction;
             }
         }
+        add_products<LINES>(sums, x.values, row, group * GROUP, (group + 1) * GROUP, from);
+#pragma GCC unroll 4
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma GCC unroll 12
+            for (int i = 0; i < ROWS; ++i) add_group(at(tile, i), sums[tile][i], x.scales[x.index(row + i, group)]);
+        }
+    }
+}
+
+// `from` begins where the span does. All columns, some after the others if they are too many for the registers, each with
+// lines to fetch as it takes them in turn.
+template <int ROWS, int TILES, int LINES, int FIRST = 0, class Input, class Element>
+void multiply_rows(const Input& x, const Neighbours<Element>& from, Span span, int64_t row, float* to,
+                   const char* next) {
+    constexpr int WIDTH = TILES > 1 ? COLUMNS : columns_at_once(ROWS);
+    constexpr int64_t OUTPUT = FIRST * REGISTER_LANES;
+    const Columns<Element> some = {from.first + OUTPUT * PAIR<Element>, from.apart, next};
+    multiply_columns<ROWS, WIDTH, TILES, LINES>(x, some, span, row, to + OUTPUT);
+    if constexpr (FIRST + WIDTH < COLUMNS) {
+        next += LINES * (span.end - span.begin) * TILE * (int64_t)sizeof(Element) / ALL_LINES;
+        multiply_rows<ROWS, TILES, LINES, FIRST + WIDTH>(x, from, span, row, to, next);
     }
 }
 
 // By the number of rows; of one tile, or of as many as there may be side by side. Sums are [TILES][MOST_ROWS][TILE].
 template <class Input, class Element, bool SIDE_BY_SIDE, int LINES, int... COUNT>
 constexpr auto multiply_by_rows(std::integer_sequence<int, COUNT...>) {
-    using Multiply = void (*)(const Input&, const Neighbours<Element>&, Span, int64_t, float (*)[TILE], const char*);
+    using Multiply = void (*)(const Input&, const Neighbours<Element>&, Span, int64_t, float*, const char*);
     return std::array<Multiply, sizeof...(COUNT)>{
         multiply_rows<COUNT + 1, SIDE_BY_SIDE ? side_by_side(COUNT + 1) : 1, LINES>...};
 }
 
-constexpr int64_t FEW_ROWS = 3;  // meet a tile faster than it comes: what is near is fetched better than what is far
+// Meet a tile faster than it comes: what is near is fetched better than what is far.
+#if defined(__AVX512F__)
+constexpr int64_t FEW_ROWS = 3;
+#else
+constexpr int64_t FEW_ROWS = 2;
+#endif
 static_assert(sizeof(Sums) == sizeof(float[MOST_ROWS][TILE]), "sums of several tiles lie one behind the other");
 
-// The rows in parts of about equal size; with several tiles, in one. `next`, which may be null, is fetched by the only
-// part, or by the first two, half of it each.
+// The rows in parts of about equal size; with several tiles, in one. `next`, which may be null, is fetched in equal shares
+// by the first of those times that the tile is walked along.
 template <class Input, class Element>
 void multiply_vectors(const Input& x, const Neighbours<Element>& tiles, Span span, int64_t row, int64_t count,
                       Sums* sums, const Element* next) {
     constexpr auto COUNTS = std::make_integer_sequence<int, ROWS_AT_ONCE>();
-    static constexpr auto several = multiply_by_rows<Input, Element, true, 0>(COUNTS);
-    static constexpr std::array<decltype(several), 3> alone = {
-        multiply_by_rows<Input, Element, false, 0>(COUNTS),
-        multiply_by_rows<Input, Element, false, 1>(COUNTS),
-        multiply_by_rows<Input, Element, false, 2>(COUNTS),
+    static constexpr auto several = multiply_by_rows<Input, Element, true, NEAR>(COUNTS);
+    static constexpr auto near = multiply_by_rows<Input, Element, false, NEAR>(COUNTS);
+    static constexpr std::array<decltype(near), 3> fetching = {
+        multiply_by_rows<Input, Element, false, ALL_LINES>(COUNTS),
+        multiply_by_rows<Input, Element, false, ALL_LINES / 2>(COUNTS),
+        multiply_by_rows<Input, Element, false, ALL_LINES / 4>(COUNTS),
     };
     const int64_t parts = ceil_div(count, ROWS_AT_ONCE);
-    const int64_t half = (span.end - span.begin) * TILE / 2;
+    const int64_t walks = COLUMNS / columns_at_once((int)ceil_div(count, parts));  // of a part
+    const int halvings = parts * walks >= 4 ? 2 : parts * walks >= 2 ? 1 : 0;       // of the share of a walk
+    const int64_t sharing = next == nullptr || tiles.count > 1 || count <= FEW_ROWS ? 0 : (1 << halvings) / walks;
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t begin = part * count / parts, end = (part + 1) * count / parts;
-        const bool near = next == nullptr || tiles.count > 1 || count <= FEW_ROWS || part > 1;
-        const int lines = near ? 0 : parts == 1 ? 2 : 1;
-        const Element* const fetched = lines == 0 ? tiles.first : next + part * half;
-        const auto& by_rows = tiles.count > 1 ? several : alone[lines];
-        by_rows[end - begin - 1](x, tiles.from(span), span, row + begin, sums->at + begin, (const char*)fetched);
-    }
-}
-
-constexpr int64_t ROWS_TO_WIDEN_FOR = 32;
-constexpr int64_t WIDENED = 1024;  // inputs of a tile at a time, which stay in the second cache
-
-// Whether that is ever done: not with AVX-512, whose registers meet so many rows at once that it brings nothing, and whose
-// products of bfloat16 have an order of their own.
-template <class Element>
-constexpr bool WIDENS = sizeof(Element) == 2 && REGISTER_BYTES < 64;
-
-// multiply_vectors for one tile and many rows of bfloat16: each weight becomes a float once, and not for every ROWS_AT_ONCE
-// rows anew. The sums are the same. The first rows fetch `next`, unless it is null: a line for every input is all of it.
-template <class T>
-void multiply_widened(const Tiled<T>& x, const T* tile, Span span, int64_t row, int64_t count, Sums& sums,
-                      const T* next) {
-    constexpr auto COUNTS = std::make_integer_sequence<int, ROWS_AT_ONCE>();
-    static constexpr auto by_rows = multiply_by_rows<Tiled<T>, float, false, 0>(COUNTS);
-    static constexpr auto fetching = multiply_by_rows<Tiled<T>, float, false, 1>(COUNTS);
-    thread_local Scratch scratch;
-    float* const wide = scratch.get<float>(WIDENED * TILE);
-    for (int64_t begin = span.begin; begin < span.end; begin += WIDENED) {
-        const Span some = {begin, std::min(begin + WIDENED, span.end)};
-        for (int64_t i = 0; i < some.end - begin; i += 2) {
-            for (int column = 0; column < TILE; column += REGISTER_LANES) {
-                const Bits pairs = (Bits)load_register(tile + (begin + i) * TILE + 2 * column);
-                store_register(wide + i * TILE + column, (Register)(pairs << 16));
-                store_register(wide + (i + 1) * TILE + column, (Register)(pairs & 0xffff0000u));
-            }
-        }
-        for (int64_t done = 0; done < count; done += ROWS_AT_ONCE) {
-            const int64_t rows = std::min<int64_t>(ROWS_AT_ONCE, count - done);
-            const T* const fetched = next && done == 0 ? next + begin * TILE : nullptr;
-            const auto& multiply = fetched ? fetching : by_rows;
-            multiply[rows - 1](x, {wide, 0, 1}, some, row + done, sums.at + done, (const char*)fetched);
-        }
+        const bool fetches = part < sharing;
+        const Element* const fetched = fetches ? next + part * (span.end - span.begin) * TILE / sharing : tiles.first;
+        const auto& by_rows = tiles.count > 1 ? several : fetches ? fetching[halvings] : near;
+        by_rows[end - begin - 1](x, tiles.from(span), span, row + begin, sums->at[begin], (const char*)fetched);
     }
 }
 
@@ -439,9 +497,6 @@ void multiply(const Input& x, const Neighbours<Element>& tiles, Span span, int64
         }
     }
 #endif
-    if constexpr (WIDENS<Element>) {
-        if (count >= ROWS_TO_WIDEN_FOR) return multiply_widened(x, tiles.first, span, row, count, *sums, next);
-    }
     multiply_vectors(x, tiles, span, row, count, sums, next);
 }
 
@@ -450,6 +505,7 @@ void multiply(const Input& x, const Neighbours<Element>& tiles, Span span, int64
 constexpr int64_t CACHED = 1 << 19;  // bytes of weights that stay in the second cache while all rows pass
 constexpr int64_t MOST_TILES = 8;    // of those weights, since their sums want room too
 constexpr int64_t NEAREST = 512;     // bytes of a row that stay in the first while those weights pass
+constexpr int64_t WALKED = 1 << 15;  // bytes of a tile that rows pass part by part, where they are kept wide
 constexpr int64_t TURNS = 2;         // of every thread, at least, if it walks tiles side by side
 
 template <class T>
@@ -461,6 +517,14 @@ inline void scale(Sums& sums, int64_t count, const Packed8& weights, int64_t til
         store(sums.at[i], load(sums.at[i]) * left);
         store(sums.at[i] + LANES, load(sums.at[i] + LANES) * right);
     }
+}
+
+// How many inputs are multiplied before the rows, their parts, or the tiles begin again.
+template <class Element>
+int64_t inputs_at_once(int64_t rows, int64_t inputs, bool many) {
+    if (by_tiles<Element>()) return many ? NEAREST / sizeof(Element) : inputs;
+    const bool again = rows > ROWS_AT_ONCE || columns_at_once((int)rows) < COLUMNS;
+    return KEPT_WIDE && again ? WALKED / (TILE * (int64_t)sizeof(Element)) : inputs;
 }
 
 // Multiplies by MATRICES matrices that are stored as one, their tiles in turn; a bundle is a tile of each. Calls
@@ -481,7 +545,7 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
     const int64_t most_beside = by_tiles<Element>() ? 1 : side_by_side(rows);
     const int64_t beside = bundles >= TURNS * most_beside * omp_get_num_threads() ? most_beside : 1;
     const int64_t per_turn = many ? std::max<int64_t>(1, most) : beside;  // bundles
-    const int64_t at_once = many && by_tiles<Element>() ? NEAREST / sizeof(Element) : inputs;
+    const int64_t at_once = inputs_at_once<Element>(rows, inputs, many);
     thread_local Scratch scratch;
     Sums(*const sums)[MATRICES] = (Sums(*)[MATRICES])scratch.get<Sums>(per_turn * MATRICES);
     const Tiles tiles;
@@ -489,9 +553,12 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
     // The turn of the bundles from `begin`; the one from `next` comes after it.
     const auto compute = [&](int64_t begin, int64_t next) {
         const int64_t end = std::min(begin + per_turn, bundles);
-        const auto after = [&](int64_t index) -> const Element* {
+        // What comes after a span of the tiles up to `index`.
+        const auto after = [&](Span span, int64_t index) -> const Element* {
+            if (many) return nullptr;
+            if (span.end < inputs) return weights.tile(index - 1) + span.end * TILE;
             const int64_t tile = index < end * MATRICES ? index : next * MATRICES;
-            return many || tile < 0 ? nullptr : weights.tile(tile);
+            return tile < 0 ? nullptr : weights.tile(tile);
         };
         for (int64_t row = 0; row < rows; row += rows_at_once) {
             const int64_t count = std::min(rows_at_once, rows - row);
@@ -503,7 +570,7 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
                     const Neighbours<Element> neighbours = {weights.tile(index), inputs * TILE, tiles};
                     Sums* const own = sums[0] + (index - begin * MATRICES);
                     index += tiles;
-                    multiply(x, neighbours, span, row, count, own, last ? after(index) : nullptr);
+                    multiply(x, neighbours, span, row, count, own, last ? after(span, index) : nullptr);
                 }
             }
             for (int64_t index = begin; index < end; ++index) {

@@ -52,10 +52,10 @@ public:
     Packed8::Input of(int64_t inputs) const { return {{values_, Packed8::padded(inputs)}, scales_, corrections_}; }
 
 private:
-    Zeroed<int8_t> value_memory_;
+    Zeroed<ByteActivation> value_memory_;
     Zeroed<float> scale_memory_;
     Zeroed<int32_t> correction_memory_;
-    int8_t* values_ = nullptr;
+    ByteActivation* values_ = nullptr;
     float* scales_ = nullptr;
     int32_t* corrections_ = nullptr;
 };
@@ -71,7 +71,8 @@ Packed<T> packed(const PacelineMatrix& matrix) {
 
 // `linear` by the kind of weights that the matrix holds.
 template <int MATRICES, class T, class Use>
-void multiply_by(const PacelineMatrix& matrix, const Tiled<T>& x, int64_t rows, const Quantized& room, const Use& use) {
+void multiply_by(const PacelineMatrix& matrix, const Tiled<Activation<T>>& x, int64_t rows, const Quantized& room,
+                 const Use& use) {
     if (!matrix.scales) return linear<MATRICES>(x, packed<T>(matrix), rows, use);
     const Packed8::Input quantized = room.of(matrix.inputs);
     quantize(x, rows, quantized);
@@ -84,8 +85,9 @@ inline Floats with_bias(const float* sums, const PacelineMatrix& matrix, int64_t
 
 // x times a matrix, plus its bias -> out [rows, outputs], Striped or RowMajor. Shared by the team.
 template <class T, class Out>
-void project(const PacelineMatrix& matrix, const Tiled<T>& x, int64_t rows, const Quantized& room, const Out& out) {
-    multiply_by<1>(matrix, x, rows, room, [&](int64_t output, int64_t row, const float* const* sums) {
+void project(const PacelineMatrix& matrix, const Tiled<Activation<T>>& x, int64_t rows, const Quantized& room,
+             const Out& out) {
+    multiply_by<1, T>(matrix, x, rows, room, [&](int64_t output, int64_t row, const float* const* sums) {
         for (int64_t i = 0; i < TILE; i += LANES) {
             const int64_t count = matrix.outputs - output - i;
             if (count <= 0) return;

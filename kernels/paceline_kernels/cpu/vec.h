@@ -178,6 +178,9 @@ constexpr int REGISTER_BYTES = 32;
 constexpr int REGISTER_BYTES = 16;
 #endif
 constexpr int REGISTER_LANES = REGISTER_BYTES / sizeof(float);
+// Whether what is narrow has to be widened before it is multiplied. Then weights are, for some rows at a time; and rows,
+// for which it would be done far more often, are kept wide.
+constexpr bool KEPT_WIDE = REGISTER_BYTES < 64;
 typedef float Register __attribute__((vector_size(REGISTER_BYTES)));
 typedef int32_t Integers __attribute__((vector_size(REGISTER_BYTES)));
 typedef uint32_t Bits __attribute__((vector_size(REGISTER_BYTES)));
@@ -189,6 +192,16 @@ inline Register load_register(const void* from) {
 }
 
 inline void store_register(float* to, Register x) { std::memcpy(to, &x, sizeof x); }
+
+// The same, which is in a register from here on. Where there are 16 of them, compilers load ahead of what they compute and
+// then have to put sums into memory, again and again; so what is loaded and what is added up stay in their order.
+template <class Vector>
+inline Vector kept(Vector x) {
+#if defined(__x86_64__) && !defined(__AVX512F__)
+    asm volatile("" : "+x"(x));
+#endif
+    return x;
+}
 
 // One value in all lanes. (Of a float, a sum would turn -0 into 0, which takes an instruction.)
 inline Register broadcast(float x) { return x - Register{}; }
@@ -207,18 +220,6 @@ inline Bits broadcast_word(const void* from) {
 #endif
 }
 
-// The bfloat16 at an address in all lanes.
-inline Register broadcast_half(const void* from) {
-    uint16_t x;
-    std::memcpy(&x, from, sizeof x);
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    // From memory to all lanes, and shifted there: shifted as an integer before, it would take a detour.
-    return (Register)_mm256_slli_epi32(_mm256_set1_epi16((int16_t)x), 16);
-#else
-    return (Register)(Bits{} + ((uint32_t)x << 16));
-#endif
-}
-
 // a * b + c, rounded once where x86 can.
 inline Register multiply_add(Register a, Register b, Register c) {
 #if defined(__AVX512F__)
@@ -227,6 +228,16 @@ inline Register multiply_add(Register a, Register b, Register c) {
     return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
+#endif
+}
+
+// sum + a * b in the register of the sum, at this place (`kept`). Compilers choose other registers, and then move sums.
+inline Register accumulate(Register a, Register b, Register sum) {
+#if defined(__FMA__) && defined(__AVX2__) && !defined(__AVX512F__)
+    asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+#else
+    return kept(multiply_add(a, b, sum));
 #endif
 }
 
@@ -245,14 +256,27 @@ inline Register multiply_add_pairs(Bits a, Bits b, Register sum) {
 inline Integers multiply_add_bytes(Bits a, Bits b, Integers sum) {
 #if defined(__AVX512VNNI__)
     return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    // Even bytes and odd ones, in 16 bits each. (_mm256_maddubs_epi16 would saturate.)
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)b, 8), 8);
-    const __m256i odd = _mm256_srai_epi16((__m256i)b, 8);
-    sum += (Integers)_mm256_madd_epi16((__m256i)(a & 0x00ff00ffu), even);
-    return sum + (Integers)_mm256_madd_epi16((__m256i)(a >> 8 & 0x00ff00ffu), odd);
 #else
     for (int i = 0; i < 32; i += 8) sum += (Integers)(a >> i & 0xffu) * ((Integers)(b << (24 - i)) >> 24);
+    return sum;
+#endif
+}
+
+// The upper byte of each 16 bits.
+inline Bits upper_bytes(Bits x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return (Bits)_mm256_srli_epi16((__m256i)x, 8);
+#else
+    return x >> 8 & 0x00ff00ffu;
+#endif
+}
+
+// sum + the products of each lane's two 16-bit integers; exact if the sum of both is.
+inline Integers multiply_add_shorts(Bits a, Bits b, Integers sum) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return sum + (Integers)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    for (int i = 0; i < 32; i += 16) sum += ((Integers)(a << (16 - i)) >> 16) * ((Integers)(b << (16 - i)) >> 16);
     return sum;
 #endif
 }
