@@ -162,15 +162,8 @@ def depth(
     json_out: JsonOut = None,
 ) -> None:
     """The adaptive depth against the best fixed one, no drafts, and other rules: decode alone, of the same streams."""
-    from paceline.bench.depth import (
-        default_method,
-        describe,
-        measure,
-        parse_method,
-        parse_settings,
-        render,
-        to_json,
-    )
+    from paceline.bench.depth import describe, measure, render, to_json
+    from paceline.bench.setting import default_method, parse_method, parse_settings
     from paceline.bench.synthetic import decree, parse_rates
     from paceline.bench.throughput import parse_sizes
     from paceline.core.params import SamplingParams
@@ -235,7 +228,7 @@ def swing(
     json_out: JsonOut = None,
 ) -> None:
     """Load that swings between few streams and many: does the depth follow, and what is lost meanwhile?"""
-    from paceline.bench.depth import default_method, parse_method, parse_settings
+    from paceline.bench.setting import default_method, parse_method, parse_settings
     from paceline.bench.swing import measure, render, to_json
     from paceline.core.params import SamplingParams
     from paceline.wiring import EngineSettings, build_engine

@@ -1,8 +1,7 @@
 """`auto` against every fixed depth and against other rules: one engine, and one workload served again and again.
 
 Exploring repetitions measure every setting, and choose the best fixed depth. Comparing ones measure `auto`, `off` and
-that depth alone, so that nothing is compared by the luck by which it was chosen. All take turns by batches, and every
-batch begins with another (A B C, B C A, C A B).
+that depth alone, so that nothing is compared by the luck by which it was chosen. All take turns by steps (`turns.py`).
 
 A batch is measured while it is whole, from the last first token to the first end: so it has the number of streams that
 is told, and the mix of them. With a prefix cache, prompts are read before, but for their last block.
@@ -12,29 +11,24 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import geometric_mean, mean, median, stdev
-from typing import Any, NamedTuple, TypeAlias
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.bench import trim
 from paceline.bench.report import FILE_WIDTH
+from paceline.bench.setting import Setting
 from paceline.bench.throughput import AUTO, OFF
-from paceline.core.adaptive_depth import AdaptiveDepth
+from paceline.bench.turns import Served, Stream, serve_batch
 from paceline.core.baselines import BASELINES
-from paceline.core.depth_policy import DepthPolicy
-from paceline.core.method import Method
-from paceline.core.params import SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import SamplingParams
+from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.engine import Engine, GenerationRequest
-from paceline.errors import InvalidArgument
 
 LEAST_OF_BEST = 0.97  # of the rate of a cell's best fixed depth
 LEAST_OF_OFF = 0.98
@@ -47,97 +41,6 @@ STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20,
 FIRST_TOKENS = 4  # of a stream: enough to draft
 PASSAGE, COPIES = 32, 4  # tokens, and times that they stand in the prompt of a stream that copies
 MIXED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.2))  # copying streams and wild ones, in turn
-
-Stream: TypeAlias = tuple[tuple[int, ...], SamplingParams]  # a prompt, and how it is sampled
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A way to choose depths: bounds of every request, and the policy if it is not the engine's own."""
-
-    name: str
-    bounds: SpeculationParams
-    make_policy: Callable[[Engine], DepthPolicy] | None = None
-
-    @property
-    def is_fixed(self) -> bool:
-        return self.name == OFF or self.name.isdecimal()
-
-
-def parse_method(text: str) -> Method | None:
-    """draft_model or ngram; auto is None. Raises InvalidArgument."""
-    methods = {AUTO: None, Method.DRAFT_MODEL.value: Method.DRAFT_MODEL, Method.NGRAM.value: Method.NGRAM}
-    if text not in methods:
-        raise InvalidArgument("method", text, ", ".join(methods))
-    return methods[text]
-
-
-def default_method(draft: str) -> Method:
-    """Who drafts at a fixed depth if nobody says: the draft model, if there is one."""
-    return Method.NGRAM if draft in ("none", "ngram") else Method.DRAFT_MODEL
-
-
-def parse_settings(text: str, fixed: Method | None, auto: Method | None = None) -> list[Setting]:
-    """auto, off and other fixed depths, and names of baselines.
-
-    Args:
-        fixed, auto: who drafts at fixed depths and for baselines, and for auto; None lets the server choose.
-
-    Raises:
-        InvalidArgument: an unknown name, or auto and off are not both among them.
-    """
-    settings = {}
-    for name in (part.strip() for part in text.split(",")):
-        if name in (OFF, "0"):
-            settings[OFF] = Setting(OFF, SpeculationParams(Method.NONE), _another)
-        elif name.isdecimal():
-            bounds = SpeculationParams(fixed, min_depth=int(name), max_depth=int(name))
-            settings[name] = Setting(name, bounds, _another)
-        elif name == AUTO:
-            settings[name] = Setting(name, SpeculationParams(auto))
-        elif name in BASELINES:
-            settings[name] = Setting(name, SpeculationParams(fixed), _rule(name))
-        elif name == trim.NAME:
-            settings[name] = Setting(name, SpeculationParams(fixed), _full_depth)
-        else:
-            raise InvalidArgument("depth", name, f"off, auto, a number, or one of {', '.join([*BASELINES, trim.NAME])}")
-    if not {AUTO, OFF} <= settings.keys():
-        raise InvalidArgument("depth", text, "a list with auto and off in it: one is compared with the other")
-    return list(settings.values())
-
-
-def _rule(name: str) -> Callable[[Engine], DepthPolicy]:
-    return lambda engine: BASELINES[name]()
-
-
-def _another(engine: Engine) -> DepthPolicy:
-    """One like the engine's own, which must not take what fixed depths earn for its own price of time."""
-    costs = engine.scheduler.speculation.costs
-    if costs is None:
-        return engine.scheduler.speculation.policy
-    return AdaptiveDepth(costs, max_depth=engine.scheduler.config.max_depth)
-
-
-def _full_depth(engine: Engine) -> DepthPolicy:
-    """Raises InvalidArgument for an engine that has no prices."""
-    costs = engine.scheduler.speculation.costs
-    if costs is None:
-        raise InvalidArgument("depth", trim.NAME, "a rule that needs no prices, as the engine has none")
-    return trim.FullDepth(costs, engine.scheduler.config.max_depth)
-
-
-@contextmanager
-def chosen_by(engine: Engine, policy: DepthPolicy | None) -> Iterator[None]:
-    """Meanwhile that policy chooses depths; None leaves it to the engine's own."""
-    control = engine.scheduler.speculation
-    own = control.policy
-    control.policy = own if policy is None else policy
-    trimmed = trim.trimming(engine, policy) if isinstance(policy, trim.FullDepth) else nullcontext()
-    try:
-        with trimmed:
-            yield
-    finally:
-        control.policy = own
 
 
 class Interval(NamedTuple):
@@ -155,20 +58,6 @@ class Interval(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} +- {self.half_width:.3f}"
-
-
-class Served(NamedTuple):
-    """A batch while it was whole: from the last first token to the first end.
-
-    Attributes:
-        control_seconds: of `seconds`, those for choosing depths and learning from what came of it.
-        counts: what speculation brought, from the start of each stream.
-    """
-
-    tokens: int
-    seconds: float
-    control_seconds: float
-    counts: SpeculationCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,18 +92,18 @@ class Run:
     """What was measured of one setting at one number of streams.
 
     Attributes:
-        policy: keeps what it learned from one repetition to the next, as the engine's own does.
+        speculation: chooses depths, and keeps what it learned from one repetition to the next.
         explored, compared: by repetition of each kind.
     """
 
     setting: Setting
-    policy: DepthPolicy | None
+    speculation: SpeculationControl
     explored: list[Sample] = field(default_factory=list)
     compared: list[Sample] = field(default_factory=list)
 
     @classmethod
     def start(cls, setting: Setting, engine: Engine) -> Run:
-        return cls(setting, None if setting.make_policy is None else setting.make_policy(engine))
+        return cls(setting, setting.control(engine))
 
     @property
     def rate(self) -> float:
@@ -277,9 +166,9 @@ def measure(
 ) -> Iterator[Cell]:
     """Serve each cell's workload `explore` times by every setting, then `rounds` times by those that are compared.
 
-    Before that, unmeasured, its first batch by every setting, which warms up and teaches the engine what it is allowed
-    to know of its drafters; and the first tokens of all batches, so that the prefix cache, if there is one, has their
-    prompts as both models read them (the draft model, if a setting drafts by it).
+    Before that, unmeasured, its first batch by every setting, which warms up and teaches each what it may know of its
+    drafters; and the first tokens of all batches, so that the prefix cache, if there is one, has their prompts as both
+    models read them (the draft model, if a setting drafts by it).
 
     Args:
         sampling: of every stream, whose seeds count up from the one that it has, if any; None for streams of two kinds
@@ -336,63 +225,12 @@ def workload(
 def serve(
     engine: Engine, batches: Sequence[Sequence[Stream]], runs: Sequence[Run], max_tokens: int, first: int = 0
 ) -> list[tuple[Run, Sample]]:
-    """Serve batches one after the other, each by all runs before the next: a machine that slows down meets them all.
-
-    The first batch begins with run `first`, modulo their number, each later one with the next run: A B B A with two.
+    """Serve batches one after the other, each by all runs in turn: run `first`, modulo their number, leads in the first
+    batch, and the next one in each later batch.
     """
-    served: list[list[Served]] = [[] for _ in runs]
-    for number, batch in enumerate(batches, first):
-        for turn in range(len(runs)):
-            index = (number + turn) % len(runs)
-            with chosen_by(engine, runs[index].policy):
-                served[index].append(serve_batch(engine, batch, runs[index].setting.bounds, max_tokens))
-    return [(run, Sample.of(mine)) for run, mine in zip(runs, served, strict=True)]
-
-
-def serve_batch(engine: Engine, batch: Sequence[Stream], bounds: SpeculationParams, max_tokens: int) -> Served:
-    stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
-    ids = [engine.add(GenerationRequest(prompt, sampling, stop, bounds)) for prompt, sampling in batch]
-    requests = [engine.scheduler.requests[request_id] for request_id in ids]
-    silent, whole = set(ids), True
-    tokens, began = 0, time.perf_counter()
-    with stopwatch(engine) as watch:
-        while silent or whole:
-            outputs = engine.step()
-            if silent:
-                silent -= {output.request_id for output in outputs}
-                began, watch.seconds = time.perf_counter(), 0.0
-            else:
-                tokens += sum(len(output.token_ids) for output in outputs)
-            whole = all(output.finish is None for output in outputs)
-        seconds = time.perf_counter() - began
-    counts = SpeculationCounts()
-    for request in requests:
-        engine.abort(request.request_id)
-        counts.add(request.counts)
-    return Served(tokens, seconds, watch.seconds, counts)
-
-
-@dataclass(slots=True)
-class Watch:
-    seconds: float = 0.0
-
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - began
-
-        return call
-
-
-@contextmanager
-def stopwatch(engine: Engine) -> Iterator[Watch]:
-    """Adds up what planning and booking take, control of speculation among the rest, which may be compiled."""
-    watch = Watch()
-    with patch.multiple(engine, plan=watch.timed(engine.plan), finish=watch.timed(engine.finish)):
-        yield watch
+    settings = [(run.speculation, run.setting.bounds) for run in runs]
+    served = [serve_batch(engine, batch, settings, max_tokens, number) for number, batch in enumerate(batches, first)]
+    return [(run, Sample.of(mine)) for run, mine in zip(runs, zip(*served, strict=True), strict=True)]
 
 
 def best_single(cells: Sequence[Cell]) -> tuple[str, float]:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.bench.depth import Setting, chosen_by
 from paceline.bench.report import FILE_WIDTH
+from paceline.bench.setting import Setting, steered
 from paceline.bench.throughput import AUTO
 from paceline.core.params import SamplingParams, StopParams
 from paceline.engine import Engine, GenerationRequest
@@ -186,7 +186,7 @@ def _ride(
 ) -> Ride:
     requests = (GenerationRequest(prompt, sampling, stop, setting.bounds) for prompt in itertools.cycle(prompts))
     loop = ClosedLoop(engine, requests)
-    with chosen_by(engine, None if setting.make_policy is None else setting.make_policy(engine)):
+    with steered(engine, setting.control(engine)):
         loop.run(max(sizes), min(WARM_UP_SECONDS, seconds))
         phases = [loop.run(streams, seconds) for streams in sizes]
         loop.resize(0)

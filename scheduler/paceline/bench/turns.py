@@ -1,0 +1,171 @@
+"""The same batch by several settings at once, in one engine, which take turns by steps.
+
+Whatever the machine does meanwhile to its memory or its clock, it does to all of them: they are never further apart
+than a few steps. Each has requests, policy, prices and estimates of its own; they share the weights, the KV pool, and
+the prompts in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+from unittest.mock import patch
+
+from paceline.bench.setting import steered
+from paceline.core.params import SamplingParams, SpeculationParams, StopParams
+from paceline.core.request import Request
+from paceline.core.speculation import SpeculationControl
+from paceline.core.speculation_counts import SpeculationCounts
+from paceline.engine import Engine, GenerationRequest
+from paceline.engine.delta import Output
+from paceline.errors import FailedPrecondition
+
+Stream: TypeAlias = tuple[tuple[int, ...], SamplingParams]  # a prompt, and how it is sampled
+
+
+class Served(NamedTuple):
+    """A batch while it was whole: from the last first token to the first end of any setting's stream.
+
+    Attributes:
+        control_seconds: of `seconds`, those for planning and booking.
+        counts: what speculation brought, from the start of each stream.
+    """
+
+    tokens: int
+    seconds: float
+    control_seconds: float
+    counts: SpeculationCounts
+
+
+class Lane:
+    """A batch as one setting serves it. Its requests are in the scheduler's batch during its own steps alone.
+
+    Args:
+        control, bounds: of the setting.
+
+    Attributes:
+        tokens, seconds, control_seconds: since the last first token.
+    """
+
+    def __init__(self, engine: Engine, control: SpeculationControl, bounds: SpeculationParams) -> None:
+        self._engine = engine
+        self._control = control
+        self._bounds = bounds
+        self._running: dict[int, Request] = {}
+        self._requests: list[Request] = []
+        self.tokens = 0
+        self.seconds = 0.0
+        self.control_seconds = 0.0
+
+    def start(self, batch: Sequence[Stream], stop: StopParams) -> None:
+        """Serve the batch until all have their first token."""
+        with self._on_track():
+            for prompt, sampling in batch:
+                request_id = self._engine.add(GenerationRequest(prompt, sampling, stop, self._bounds))
+                self._requests.append(self._engine.scheduler.requests[request_id])
+            silent = {request.request_id for request in self._requests}
+            while silent:
+                silent -= {output.request_id for output in self._engine.step()}
+
+    def step(self, watch: Watch) -> bool:
+        """One step of the batch. Whether it is whole afterwards.
+
+        Raises:
+            FailedPrecondition: the KV pool is too small for all lanes.
+        """
+        before, began = watch.seconds, time.perf_counter()
+        outputs = self._step()
+        self.seconds += time.perf_counter() - began
+        self.control_seconds += watch.seconds - before
+        self.tokens += sum(len(output.token_ids) for output in outputs)
+        whole = all(output.finish is None for output in outputs)
+        if whole and len(self._running) < len(self._requests):
+            reason = "the KV cache is too small for a batch of every setting: fewer settings or streams are needed"
+            raise FailedPrecondition(reason)
+        return whole
+
+    def _step(self) -> list[Output]:
+        with self._on_track():
+            return self._engine.step()
+
+    def served(self) -> Served:
+        counts = SpeculationCounts()
+        for request in self._requests:
+            counts.add(request.counts)
+        return Served(self.tokens, self.seconds, self.control_seconds, counts)
+
+    def end(self) -> None:
+        with self._on_track():
+            for request in self._requests:
+                self._engine.abort(request.request_id)
+
+    @contextmanager
+    def _on_track(self) -> Iterator[None]:
+        scheduler = self._engine.scheduler
+        others, scheduler.running = scheduler.running, self._running
+        try:
+            with steered(self._engine, self._control):
+                yield
+        finally:
+            scheduler.running = others
+
+
+def serve_batch(
+    engine: Engine,
+    batch: Sequence[Stream],
+    settings: Sequence[tuple[SpeculationControl, SpeculationParams]],
+    max_tokens: int,
+    first: int = 0,
+) -> list[Served]:
+    """Serve a batch by each setting, until the first stream of any has ended, but for a step at least. The next step is
+    always of the one that has the fewest tokens, so that all come through the same text at the same time.
+
+    Args:
+        settings: what chooses depths, and bounds of every request.
+        first: the setting, modulo their number, that goes first wherever several could.
+
+    Raises:
+        InvalidArgument, FailedPrecondition: a setting that the engine refuses, or more than its KV pool has room for.
+    """
+    assert not engine.has_work, "the engine is this benchmark's alone"
+    stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
+    lanes = [Lane(engine, control, bounds) for control, bounds in settings]
+    first %= len(lanes)
+    in_turn = lanes[first:] + lanes[:first]
+    try:
+        for lane in in_turn:
+            lane.start(batch, stop)
+        with stopwatch(engine) as watch:
+            whole = all([lane.step(watch) for lane in in_turn])
+            while whole:
+                whole = min(in_turn, key=lambda lane: lane.tokens).step(watch)
+        return [lane.served() for lane in lanes]
+    finally:
+        for lane in lanes:
+            lane.end()
+
+
+@dataclass(slots=True)
+class Watch:
+    seconds: float = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return call
+
+
+@contextmanager
+def stopwatch(engine: Engine) -> Iterator[Watch]:
+    """Adds up what planning and booking take, control of speculation among the rest, which may be compiled."""
+    watch = Watch()
+    with patch.multiple(engine, plan=watch.timed(engine.plan), finish=watch.timed(engine.finish)):
+        yield watch
