@@ -11,13 +11,13 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from paceline import __version__
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel
+from paceline.whole_file import whole_file
 from paceline_kernels.cpu.build import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ def key_of(
 
     Args:
         model, draft: directories of the checkpoints.
+        backend: what computes, by a name that changes with its code.
         threads: that compute.
         device: its name, as exact as can be had.
 
@@ -94,7 +95,8 @@ def save(key: str, model: CostModel) -> None:
         if folder is None:
             raise FileNotFoundError("this user has no home directory")
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / _file(key), json.dumps({"key": key, "costs": model.as_dict()}))
+        with whole_file(folder / _file(key)) as file:
+            file.write(json.dumps({"key": key, "costs": model.as_dict()}).encode())
     except OSError as error:
         logger.warning("measured costs cannot be kept, every start measures anew: %s", error)
 
@@ -109,19 +111,6 @@ def _read(data: Any, key: str) -> CostModel:
     if data["key"] != key:
         raise ValueError("it was measured for something else")
     return CostModel.from_dict(data["costs"])
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, whoever else writes or reads it."""
-    handle, name = tempfile.mkstemp(suffix=".json", dir=path.parent)
-    partial = Path(name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        partial.chmod(0o644)  # a cache may be shared with other users
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _checkpoint(folder: Path) -> list[Any]:

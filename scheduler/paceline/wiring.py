@@ -180,7 +180,7 @@ def build_engine(settings: EngineSettings) -> Engine:
             dtype=str(dtype),
             quantization=settings.quantization,
             draft_quantization=settings.draft_quantization,
-            backend="native" if native else "torch",
+            backend=decoder.identity() if native else "torch",
             threads=torch.get_num_threads(),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         )

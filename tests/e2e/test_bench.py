@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import resource
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from scipy import stats
 from typer.testing import CliRunner
 
 from paceline.bench import (
@@ -29,7 +26,6 @@ from paceline.bench import (
     sampling,
     serving,
     swing,
-    synthetic,
 )
 from paceline.bench.limits import Figure, Memory, Passes
 from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
@@ -37,7 +33,6 @@ from paceline.cli import app
 from paceline.core.calibration import Calibration
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
-from paceline.core.speculation_counts import SpeculationCounts
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument
 from paceline.models import load_model_config
@@ -264,244 +259,6 @@ def test_bad_options_are_refused(options: list[str], words: str) -> None:
 def test_peak_memory_is_the_systems() -> None:
     known = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     assert limits.peak_memory() == pytest.approx(known, rel=0.05)
-
-
-# -- depth ------------------------------------------------------------------------------------------------------------
-
-
-def test_depth_compares_auto_with_everything_else(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    engine = _engine(pair)
-    policy = engine.scheduler.speculation.policy
-    settings = depth.parse_settings("off,2,auto,realizar,draft-full-then-trim", Method.DRAFT_MODEL)
-    cells = list(
-        depth.measure(
-            engine, PROMPTS, [1, 2], settings, max_tokens=8, prompts_per_cell=3, explore=1, rounds=2, sampling=GREEDY
-        )
-    )
-    assert engine.scheduler.speculation.policy is policy
-    assert [name for name, run in cells[0].runs.items() if run.policy is None] == ["auto"], "its own is auto's alone"
-    assert len({id(run.policy) for cell in cells for run in cell.runs.values() if run.policy is not None}) == 2 * 4
-    assert [cell.streams for cell in cells] == [1, 2]
-    for cell in cells:
-        assert list(cell.runs) == ["off", "2", "auto", "realizar", "draft-full-then-trim"]
-        for name, run in cell.runs.items():
-            assert len(run.explored) == 1
-            assert len(run.compared) == (2 if name in ("auto", "off", cell.best) else 0)
-            assert run.rate > 0
-        assert cell.runs["off"].depth == 0
-        assert 1 < cell.runs["2"].depth <= 2
-        assert cell.runs["realizar"].depth > 1
-        assert 0.5 < cell.runs["draft-full-then-trim"].depth < 6, "random models: most of 8 is not worth verifying"
-    depth.render(cells, title="a title")
-    assert "auto / best fixed" in capsys.readouterr().out
-
-
-def test_what_is_exact_about_a_workload(pair: tuple[Path, Path]) -> None:
-    """A batch counts from the last first token to the first end."""
-    engine = build_engine(
-        EngineSettings(str(pair[0]), str(pair[1]), "float32", max_num_seqs=8, max_num_batched_tokens=64)
-    )
-    bounds = SpeculationParams(Method.NONE)
-    # The second prompt needs a second step, which is the first stream's second token.
-    batch = [((5,) * 40, GREEDY), ((6,) * 60, GREEDY)]
-    tokens, seconds, control, counts = depth.serve_batch(engine, batch, bounds, max_tokens=8)
-    assert tokens == 2 * (8 - 2)
-    assert 0 < control < seconds
-    assert (counts.verify_steps, counts.drafted) == ((8 - 1) + (8 - 2), 0)
-    assert not engine.has_work
-
-
-def test_settings_take_turns_by_batches(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever slows the machine down for longer than a batch slows all of them; and nobody is always the first."""
-    order = []
-
-    def serve_batch(engine: Engine, batch: list[depth.Stream], bounds: SpeculationParams, max_tokens: int) -> Any:
-        order.append((batch[0][0], bounds.method))
-        counts = SpeculationCounts(steps={(len(order), 0): 1})
-        return depth.Served(tokens=10, seconds=float(len(order)), control_seconds=0.5, counts=counts)
-
-    monkeypatch.setattr(depth, "serve_batch", serve_batch)
-    engine = _engine(pair)
-    runs = [depth.Run.start(setting, engine) for setting in depth.parse_settings("off,2,auto", Method.DRAFT_MODEL)]
-    batches = depth.workload([(5,), (6,)], streams=1, least=2, sampling=GREEDY)
-    samples = [sample for _, sample in depth.serve(engine, batches, runs, max_tokens=8, first=2)]
-    off, two, auto = Method.NONE, Method.DRAFT_MODEL, None
-    assert order == [((5,), method) for method in (auto, off, two)] + [((6,), method) for method in (off, two, auto)]
-    assert samples[0] == depth.Sample(rate=20 / (2 + 4), depth=(2 + 4) / 2, control=1 / (2 + 4))
-    assert samples[2] == depth.Sample(rate=20 / (1 + 6), depth=(1 + 6) / 2, control=1 / (1 + 6))
-
-
-def test_repetitions_begin_with_another_setting(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each is a single batch, too."""
-    order = []
-
-    def serve_batch(engine: Engine, batch: list[depth.Stream], bounds: SpeculationParams, max_tokens: int) -> Any:
-        order.append(bounds.method)
-        return depth.Served(10, 1.0, 0.5, SpeculationCounts(steps={(1, 0): 1}))
-
-    monkeypatch.setattr(depth, "serve_batch", serve_batch)
-    engine = _engine(pair)
-    settings = depth.parse_settings("off,auto", Method.DRAFT_MODEL)
-    cell = depth.Cell(1, {setting.name: depth.Run.start(setting, engine) for setting in settings})
-    batches = depth.workload([(5,)], streams=1, least=1, sampling=GREEDY)
-    depth.measure_cell(engine, cell, batches, max_tokens=8, explore=2, rounds=3)
-    off, auto = Method.NONE, None
-    assert order[4:] == [off, auto, auto, off, *[auto, off], *[off, auto], *[auto, off]], "two to warm up, then all"
-
-
-def test_cells_come_one_after_the_other(pair: tuple[Path, Path]) -> None:
-    """The first before the second has begun, and its prompts of two and a half blocks are read only once."""
-    engine = _engine(pair)
-    settings = depth.parse_settings("off,2,auto", Method.DRAFT_MODEL)
-    prompts = [tuple(range(first, first + 40)) for first in (5, 105)]
-    cells = depth.measure(
-        engine, prompts, [1, 2], settings, max_tokens=6, prompts_per_cell=2, explore=1, rounds=2, sampling=GREEDY
-    )
-    usage = engine.usage.of("")
-    for streams in (1, 2):
-        before = usage.prompt_tokens
-        assert next(cells).streams == streams
-        assert usage.prompt_tokens > before
-        assert usage.cached_prompt_tokens == 32 * (usage.prompt_tokens // 40 - len(prompts))
-
-
-def test_workloads_are_whole_batches() -> None:
-    prompts = [(1,), (2,), (3,)]
-    batches = depth.workload(prompts, streams=2, least=3, sampling=GREEDY)
-    assert batches == [[((1,), GREEDY), ((2,), GREEDY)], [((3,), GREEDY), ((1,), GREEDY)]]
-    assert [len(batch) for batch in depth.workload(prompts, streams=16, least=8, sampling=GREEDY)] == [16]
-    copying, wild = depth.MIXED
-    assert depth.workload(prompts, streams=1, least=2, sampling=None) == [[((1,) * 4, copying)], [((2,), wild)]]
-
-
-def test_seeds_count_up_over_the_streams_of_a_workload() -> None:
-    seeded = SamplingParams(temperature=0.8, seed=5)
-    batches = depth.workload([(1,), (2,)], streams=2, least=4, sampling=seeded)
-    assert [[sampling.seed for _, sampling in batch] for batch in batches] == [[5, 6], [7, 8]]
-
-
-def _cell(streams: int, **rates: tuple[list[float], list[float]]) -> depth.Cell:
-    """Rates of exploring and of comparing repetitions by setting; fixed depths as d1, d2, ..."""
-    runs = {}
-    for key, (explored, compared) in rates.items():
-        name = key.removeprefix("d")
-        samples = [[depth.Sample(rate, 0.0, 0.0) for rate in kind] for kind in (explored, compared)]
-        runs[name] = depth.Run(depth.Setting(name, SpeculationParams()), None, *samples)
-    return depth.Cell(streams, runs)
-
-
-def test_the_best_is_chosen_in_other_repetitions_than_it_is_compared_in() -> None:
-    cell = _cell(
-        1,
-        off=([1.0, 1.0], [3.0, 3.0]),
-        d1=([3.0, 2.0], []),
-        d2=([3.0, 4.0], [4.0, 2.0]),
-        auto=([6.0, 4.0], [6.0, 3.0]),
-    )
-    assert cell.best == "2"
-    assert cell.compare("2") == (1.5, 0.0)
-    assert cell.compare("off").mean == 1.5
-    assert cell.explored_ratio("1") == 2.0
-
-
-def test_intervals_are_students() -> None:
-    generator = np.random.default_rng(1)
-    for count in (2, 6, 15):
-        values = generator.normal(1.0, 0.1, count)
-        low, high = stats.t.interval(0.95, count - 1, values.mean(), stats.sem(values))
-        interval = depth.Interval.of(values.tolist())
-        assert interval.mean == pytest.approx(values.mean())
-        assert interval.half_width == pytest.approx((high - low) / 2, rel=0.005)
-    assert depth.Interval.of([2.0]) == (2.0, math.inf)
-
-
-def test_bounds_that_are_missed_are_named() -> None:
-    good = _cell(2, off=([1.0], [1.0, 1.0]), d1=([1.2], []), d2=([2.0], [2.0, 2.0]), auto=([2.0], [2.0, 2.0]))
-    other = _cell(4, off=([1.0], [1.0, 1.0]), d1=([2.0], [2.0, 2.0]), d2=([1.0], []), auto=([2.0], [2.0, 2.0]))
-    assert depth.best_single([good, other]) == ("1", pytest.approx((2 / 1.2) ** 0.5))
-    assert depth.missed([good, other]) == []
-    assert depth.missed([good]) == [], "a single cell is no sweep"
-    assert depth.missed([good, good]) == ["sweep: auto is 1.000 x the best single fixed depth (2), below 1.05"]
-    slow = _cell(1, off=([2.0], [2.0, 2.0]), d1=([1.0], []), auto=([2.0], [1.9, 1.9]))
-    unsure = _cell(8, off=([1.0], [1.0, 1.0]), d1=([2.0], [2.0, 2.0]), auto=([2.0], [1.8, 2.2]))
-    assert depth.missed([slow]) == [
-        "1 stream: auto is 0.950 +- 0.000 x the best fixed depth (off), below 0.97",
-        "1 stream: auto is 0.950 +- 0.000 x off, below 0.98",
-    ]
-    assert depth.missed([unsure]) == ["8 streams: auto over the best fixed depth is known to 1.271, not 0.02"]
-
-
-def test_the_command_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one drafter for all, who is the other one than by default; prompts are read once."""
-    engines = []
-
-    def build(settings: EngineSettings) -> Engine:
-        engines.append(build_engine(settings))
-        return engines[-1]
-
-    monkeypatch.setattr("paceline.wiring.build_engine", build)
-    target, draft = tiny_pair(tmp_path, max_position_embeddings=4096)
-    command = ["bench", "depth", "--model", str(target), "--draft", str(draft), "--method", "ngram"]
-    options = ["--concurrency", "1,2", "--depth", "off,1,2,auto,hf", "--max-tokens", "4", "--prompts-per-cell", "2"]
-    files = ["--rounds", "2", "--json", str(tmp_path / "out.json")]
-    result = CliRunner().invoke(app, [*command, *options, *files])
-    assert result.exit_code == 0, result.output
-    said = json.loads((tmp_path / "out.json").read_text())
-    assert [path.name for path in tmp_path.glob("out.json*")] == ["out.json"]
-    assert engines[0].usage.of("").cached_prompt_tokens > 0
-    assert said["settings"]["method"] == "ngram"
-    assert [cell["streams"] for cell in said["cells"]] == [1, 2]
-    for cell in said["cells"]:
-        assert [run["depth"] for run in cell["depths"]] == ["off", "1", "2", "auto", "hf"]
-        assert len(cell["auto_over_best_fixed"]["ratios"]) == len(cell["auto_over_off"]["ratios"]) == 2
-    assert said["sweep"]["best_single"] in ("off", "1", "2")
-    assert "auto / hf" in result.output
-
-
-def test_a_method_restricts_auto_and_fixed_depths_alike() -> None:
-    ngram = depth.parse_method("ngram")
-    methods = {s.name: s.bounds.method for s in depth.parse_settings("off,3,auto,hf", ngram, ngram)}
-    assert methods == {"off": Method.NONE, "3": Method.NGRAM, "auto": Method.NGRAM, "hf": Method.NGRAM}
-    methods = {s.name: s.bounds.method for s in depth.parse_settings("off,3,auto", Method.DRAFT_MODEL)}
-    assert methods == {"off": Method.NONE, "3": Method.DRAFT_MODEL, "auto": None}
-    assert [depth.default_method(draft) for draft in ("demo", "ngram")] == [Method.DRAFT_MODEL, Method.NGRAM]
-    with pytest.raises(InvalidArgument, match="method = 'none': must be auto, draft_model, ngram"):
-        depth.parse_method("none")
-
-
-def test_streams_of_two_kinds_have_no_seeds() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", "bench", "depth", "--mixed", "--seed", "1"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 2
-    assert "seed = 1: must be none with --mixed" in " ".join(done.stderr.split())
-
-
-def test_unknown_depths_are_refused_by_name() -> None:
-    with pytest.raises(InvalidArgument, match="depth = 'deep': must be off, auto, a number, or one of"):
-        depth.parse_settings("off,deep", None)
-    with pytest.raises(InvalidArgument, match="depth = 'off,2': must be a list with auto and off in it"):
-        depth.parse_settings("off,2", None)
-    with pytest.raises(InvalidArgument, match=r"synthetic = '0.5,2': must be probabilities"):
-        synthetic.parse_rates("0.5,2")
-
-
-def test_synthetic_acceptance_is_as_decreed(pair: tuple[Path, Path]) -> None:
-    engine = _engine(pair)
-    stop = StopParams(max_tokens=13, ignore_eos=True)
-    synthetic.decree(engine, [1.0, 0.0])
-    bounds = SpeculationParams(Method.DRAFT_MODEL, 3, 3)
-    first = engine.add(GenerationRequest((5, 6, 7), GREEDY, stop, bounds))
-    second = engine.add(GenerationRequest((5, 6, 7), GREEDY, stop, bounds))
-    stats = {}
-    while engine.has_work:
-        stats |= {output.request_id: output.stats for output in engine.step() if output.stats is not None}
-    lucky, unlucky = (stats[first], stats[second]) if first % 2 == 0 else (stats[second], stats[first])
-    assert lucky.accepted_tokens == lucky.drafted_tokens > 0
-    assert unlucky.accepted_tokens == 0 < unlucky.drafted_tokens
 
 
 # -- swing ------------------------------------------------------------------------------------------------------------

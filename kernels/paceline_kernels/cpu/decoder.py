@@ -12,6 +12,7 @@ import enum
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,6 +106,11 @@ def _library() -> ctypes.CDLL:
 def available() -> str | None:
     """None if this machine can compile the library, else why not; the first call compiles, which takes a while."""
     return obstacle(_library)
+
+
+def identity() -> str:
+    """A name of the library, another one for other sources, flags and CPUs. Raises BuildError if there is none."""
+    return Path(_library()._name).stem
 
 
 class Kind(enum.IntEnum):

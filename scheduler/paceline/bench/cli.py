@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from paceline.whole_file import write_json
 
 Model = Annotated[str, typer.Option(help="Model directory, or demo.")]
 Draft = Annotated[str, typer.Option(help="Draft directory, demo, ngram or none.")]
@@ -62,7 +63,7 @@ def throughput(
     render(cells, title=f"{model} with draft {draft}: {max_tokens} tokens a stream, medians of {rounds} rounds")
     if json_out is not None:
         settings = {"model": model, "draft": draft, "dtype": dtype, "max_tokens": max_tokens, "rounds": rounds}
-        json_out.write_text(json.dumps(to_json(cells, settings), indent=2) + "\n")
+        write_json(json_out, to_json(cells, settings))
 
 
 @app.command()
@@ -202,10 +203,8 @@ def depth(
     ):
         cells.append(cell)
         typer.echo(describe(cell), err=True)
-        if json_out is not None:  # anew for each, and never half of it: what a run has measured outlives it
-            partial = json_out.with_name(json_out.name + ".part")
-            partial.write_text(json.dumps(to_json(cells, described), indent=2) + "\n")
-            partial.replace(json_out)
+        if json_out is not None:  # anew for each: what a run has measured outlives it
+            write_json(json_out, to_json(cells, described))
     render(cells, title=title)
 
 
@@ -250,7 +249,7 @@ def swing(
             **{"model": model, "draft": draft, "method": method, "dtype": dtype, "temperature": temperature},
             **{"seconds": seconds, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens},
         }
-        json_out.write_text(json.dumps(to_json(rides, described), indent=2) + "\n")
+        write_json(json_out, to_json(rides, described))
 
 
 @app.command()
@@ -284,7 +283,7 @@ def calibration(
     if json_out is not None:
         described = {"model": model, "draft": draft, "streams": streams, "dtype": dtype}
         described |= {"temperature": temperature, "max_tokens": max_tokens}
-        json_out.write_text(json.dumps(to_json(measured, described), indent=2) + "\n")
+        write_json(json_out, to_json(measured, described))
     if plot_out is not None:
         plot(measured, title, plot_out)
 
@@ -319,7 +318,7 @@ def policy(
     render(cells, title)
     if json_out is not None:
         settings = {"free_rows": free_rows, "steps": steps, "max_tokens": max_tokens, "seed": seed}
-        json_out.write_text(json.dumps(to_json(cells, settings), indent=2) + "\n")
+        write_json(json_out, to_json(cells, settings))
     if plot_out is not None:
         plot(cells, title, plot_out)
 
@@ -395,7 +394,7 @@ def limits(
     render(measured, title=f"{model} with draft {draft}: medians of {rounds} rounds")
     if json_out is not None:
         said = {"model": model, "draft": draft, "dtype": dtype, "kv_cache_memory": kv_cache_memory, "rounds": rounds}
-        json_out.write_text(json.dumps(to_json(measured, said), indent=2) + "\n")
+        write_json(json_out, to_json(measured, said))
 
 
 @app.command()
@@ -427,7 +426,7 @@ def quantization(
     render(accuracies, lengths, title=f"{model} with draft {draft}, depth {depth}")
     if json_out is not None:
         settings = {"model": model, "draft": draft, "depth": depth, "max_tokens": max_tokens, "samples": samples}
-        json_out.write_text(json.dumps({"settings": settings, **summary(accuracies, lengths)}, indent=2) + "\n")
+        write_json(json_out, {"settings": settings, **summary(accuracies, lengths)})
 
 
 @app.command()
@@ -453,4 +452,4 @@ def core(
     how = "compiled" if is_compiled() else "interpreted"
     render_core(times, title=f"{running} running, {tenants} tenants, {how}")
     if json_out is not None:
-        json_out.write_text(json.dumps([asdict(one) for one in times], indent=2) + "\n")
+        write_json(json_out, [asdict(one) for one in times])

@@ -7,6 +7,7 @@ the prompts in it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 from paceline.bench.setting import steered
+from paceline.core.config import PrefixScope
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.request import Request
 from paceline.core.speculation import SpeculationControl
@@ -71,20 +73,14 @@ class Lane:
                 silent -= {output.request_id for output in self._engine.step()}
 
     def step(self, watch: Watch) -> bool:
-        """One step of the batch. Whether it is whole afterwards.
-
-        Raises:
-            FailedPrecondition: the KV pool is too small for all lanes.
-        """
+        """One step of the batch. Whether it is whole afterwards."""
         before, began = watch.seconds, time.perf_counter()
         outputs = self._step()
         self.seconds += time.perf_counter() - began
         self.control_seconds += watch.seconds - before
         self.tokens += sum(len(output.token_ids) for output in outputs)
         whole = all(output.finish is None for output in outputs)
-        if whole and len(self._running) < len(self._requests):
-            reason = "the KV cache is too small for a batch of every setting: fewer settings or streams are needed"
-            raise FailedPrecondition(reason)
+        assert not whole or len(self._running) == len(self._requests), "room was made for all before"
         return whole
 
     def _step(self) -> list[Output]:
@@ -131,6 +127,7 @@ def serve_batch(
         InvalidArgument, FailedPrecondition: a setting that the engine refuses, or more than its KV pool has room for.
     """
     assert not engine.has_work, "the engine is this benchmark's alone"
+    check_room(engine, [len(prompt) for prompt, _ in batch], len(settings), max_tokens)
     stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
     lanes = [Lane(engine, control, bounds) for control, bounds in settings]
     first %= len(lanes)
@@ -146,6 +143,24 @@ def serve_batch(
     finally:
         for lane in lanes:
             lane.end()
+
+
+def check_room(engine: Engine, prompts: Sequence[int], lanes: int, max_tokens: int) -> None:
+    """Raise FailedPrecondition if streams with prompts of these lengths may not have room in the KV pool at once, in so
+    many lanes, which share the full blocks of prompts if there is a prefix cache.
+    """
+    config = engine.scheduler.config
+    needed = len(prompts) + math.ceil(config.watermark * config.num_blocks)  # which the scheduler keeps back
+    for tokens in prompts:
+        blocks = config.blocks_for(min(tokens + max_tokens, config.max_model_len))
+        shared = (tokens - 1) // config.block_size if config.prefix_cache is not PrefixScope.OFF else 0
+        needed += shared + lanes * (blocks - shared)
+    if needed > config.num_blocks:
+        streams = f"{len(prompts)} stream{'s' if len(prompts) > 1 else ''}"
+        reason = (
+            f"{lanes} settings with {streams} need {needed} blocks of KV at once, and there are {config.num_blocks}"
+        )
+        raise FailedPrecondition(reason)
 
 
 @dataclass(slots=True)

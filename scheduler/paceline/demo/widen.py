@@ -45,6 +45,7 @@ from paceline.errors import InvalidArgument, PacelineError
 from paceline.models import Decoder, ModelConfig, load_model_config
 from paceline.models.config import read_json
 from paceline.models.loader import SINGLE, STORED_DTYPES, Checkpoint
+from paceline.whole_file import whole_file
 
 COPIED = (
     "tokenizer*",
@@ -255,15 +256,10 @@ def _write(widening: _Widening, file: Path) -> None:
         header[name] = {"dtype": names[dtype], "shape": size, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    partial = file.with_name(file.name + ".partial")
-    try:
-        with partial.open("wb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            for name, dtype, size in widening.tensors():
-                out.write(widening.value(name, dtype, size).view(torch.uint8).numpy().data)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(file) as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name, dtype, size in widening.tensors():
+            out.write(widening.value(name, dtype, size).view(torch.uint8).numpy().data)
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,0 +1,42 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.whole_file import whole_file, write_json
+
+
+def test_a_file_appears_as_the_block_ends(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    with whole_file(path) as file:
+        file.write(b"whole")
+        file.flush()
+        assert not path.exists()
+    assert [(found.name, found.read_bytes()) for found in tmp_path.iterdir()] == [("one", b"whole")]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_what_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    path.write_text("before")
+    with pytest.raises(ZeroDivisionError), whole_file(path) as file:  # noqa: PT012
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("one", "before")]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        write_json(tmp_path / "nowhere" / "one.json", {})
+
+
+def test_json_is_for_people_too(tmp_path: Path) -> None:
+    write_json(tmp_path / "one.json", {"a": [1]})
+    text = (tmp_path / "one.json").read_text()
+    assert json.loads(text) == {"a": [1]}
+    assert text.endswith("}\n")
+    assert text.count("\n") > 3
