@@ -16,39 +16,42 @@
 #include <vector>
 
 #include "amx.h"
-#include "layout.h"
+#include "factors.h"
 
 namespace attention {
 
 constexpr int64_t CHUNK = 8;                  // groups of 16 positions
 constexpr int64_t POSITIONS = CHUNK * LANES;  // of a chunk
 constexpr int64_t QUERIES = 64;               // that meet a chunk while it is in the cache
-constexpr int64_t ROWS = 4;                   // of a product, and panels: their sums stay in registers, of AVX2 and up
+constexpr int64_t ROWS = 4;                   // of a product, at most
+constexpr int REGISTERS = LANES / REGISTER_LANES;
 #if defined(__AVX512F__)
-constexpr int64_t PANELS = 4;
+constexpr int PANELS = 4;
 #else
-constexpr int64_t PANELS = 1;
+constexpr int PANELS = 2;
 #endif
+
+// Panels that so many rows meet at once: their sums stay in registers.
+constexpr int panels_at_once(int64_t rows) { return fit((int)rows, PANELS * REGISTERS) ? PANELS : 1; }
 
 // ---- Lanes ----
 
 constexpr float LOG2_E = 1.44269504f;
-const Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // 2^x for x <= 0 or hardly above, within 2e-7 of it, 1 at 0; 0 below -126, where it would be subnormal. NaN stays NaN.
-inline Floats power_of_two(Floats x) {
+inline Register power_of_two(Register x) {
     // Adding 1.5 * 2^23 rounds to an integer n, which the low bits then hold, here with the bias of an exponent.
-    const Floats shift = all(0x1.8p23f + 127);
-    const Floats shifted = x + shift;
-    const Floats r = x - (shifted - shift);
+    const Register shift = broadcast(0x1.8p23f + 127);
+    const Register shifted = x + shift;
+    const Register r = x - (shifted - shift);
     // 2^r for |r| <= 1/2, the minimax polynomial for the relative error.
-    Floats power = all(0x1.5bba14p-10f);
-    power = fused(power, r, all(0x1.3cea88p-7f));
-    power = fused(power, r, all(0x1.c6b752p-5f));
-    power = fused(power, r, all(0x1.ebf9bcp-3f));
-    power = fused(power, r, all(0x1.62e42ap-1f));
-    power = fused(power, r, all(1.0f));
-    return x < -126.0f ? Floats{} : power * (Floats)((Words)shifted << 23);
+    Register power = broadcast(0x1.5bba14p-10f);
+    power = multiply_add(power, r, broadcast(0x1.3cea88p-7f));
+    power = multiply_add(power, r, broadcast(0x1.c6b752p-5f));
+    power = multiply_add(power, r, broadcast(0x1.ebf9bcp-3f));
+    power = multiply_add(power, r, broadcast(0x1.62e42ap-1f));
+    power = multiply_add(power, r, broadcast(1.0f));
+    return x < -126.0f ? Register{} : power * (Register)((Bits)shifted << 23);
 }
 
 inline float sum_of_lanes(Floats x) {
@@ -57,15 +60,16 @@ inline float sum_of_lanes(Floats x) {
 }
 
 // No weight is subnormal, so the machine rounds it as store() does.
-inline void store_weights(float* to, Floats x) { store(to, x); }
-
-inline void store_weights(bfloat16* to, Floats x) {
+template <class T>
+inline void store_weights(T* to, Floats x) {
 #if defined(__AVX512BF16__)
-    const __m256bh halves = _mm512_cvtneps_pbh((__m512)x);
-    std::memcpy(to, &halves, sizeof halves);
-#else
-    store(to, x);
+    if constexpr (std::is_same_v<T, bfloat16>) {
+        const __m256bh halves = _mm512_cvtneps_pbh((__m512)x);
+        std::memcpy(to, &halves, sizeof halves);
+        return;
+    }
 #endif
+    store(to, x);
 }
 
 // ---- Memory ----
@@ -113,15 +117,6 @@ private:
 
 // ---- Products of matrices ----
 
-// sum + the dot products of one pair with the pairs in the lanes.
-inline Register add_products(Register sum, const float* pair, Register lanes) {
-    return multiply_add(broadcast(*pair), lanes, sum);
-}
-
-inline Register add_products(Register sum, const bfloat16* pair, Register lanes) {
-    return multiply_add_pairs(broadcast_word(pair), (Bits)lanes, sum);
-}
-
 // Rows of a matrix, `stride` elements apart.
 template <class T>
 struct Rows {
@@ -139,34 +134,46 @@ struct Panels {
 template <class At>
 Panels(int64_t, int64_t, int64_t, At) -> Panels<At>;
 
-// N panels from `first` of out = left * right, for `rows` rows and some more, up to a multiple of ROWS.
-template <int N, class T, class At>
-void multiply(Rows<float> out, Rows<const T> left, int64_t rows, const Panels<At>& right, int64_t first,
-              Ahead& ahead) {
-    constexpr int REGISTERS = LANES / REGISTER_LANES;  // for the columns of a panel
-    for (int64_t row = 0; row < rows; row += ROWS) {
-        const T* pairs = left.data + row * left.stride;
-        Register sums[ROWS][N * REGISTERS] = {};
-        for (int64_t part = 0; part < right.parts; ++part) {
-            const T* panels[N];
-            for (int n = 0; n < N; ++n) panels[n] = right.at(first + n, part);
-            for (int64_t k = 0; k < right.pairs; ++k, pairs += PAIR<T>) {
-                ahead.step();
-#pragma GCC unroll 8
-                for (int n = 0; n < N * REGISTERS; ++n) {
-                    const T* const line = panels[n / REGISTERS] + k * right.stride;
-                    const Register lanes = load_register(line + n % REGISTERS * REGISTER_LANES * PAIR<T>);
+// N panels from `first` of out = left * right, for ROWS rows.
+template <int N, int ROWS, class T, class X, class At>
+void multiply_rows(Rows<float> out, Rows<const X> left, const Panels<At>& right, int64_t first, Ahead& ahead) {
+    const X* rows[ROWS];
+    for (int i = 0; i < ROWS; ++i) rows[i] = left.data + i * left.stride;
+    Register sums[N][ROWS][REGISTERS] = {};
+    int64_t at = 0;
+    for (int64_t part = 0; part < right.parts; ++part) {
+        const T* panels[N];
+        for (int n = 0; n < N; ++n) panels[n] = right.at(first + n, part);
+        for (int64_t k = 0; k < right.pairs; ++k, at += PAIR<T>) {
+            ahead.step();
 #pragma GCC unroll 4
-                    for (int r = 0; r < ROWS; ++r) {
-                        sums[r][n] = add_products(sums[r][n], pairs + r * left.stride, lanes);
-                    }
-                }
-            }
+            for (int n = 0; n < N; ++n) step(sums[n], panels[n] + k * right.stride, rows, at);
         }
-        for (int r = 0; r < ROWS; ++r) {
-            float* const to = out.data + (row + r) * out.stride + first * LANES;
-            for (int n = 0; n < N * REGISTERS; ++n) store_register(to + n * REGISTER_LANES, sums[r][n]);
+    }
+    for (int i = 0; i < ROWS; ++i) {
+        float* const to = out.data + i * out.stride + first * LANES;
+        for (int n = 0; n < N; ++n) {
+            for (int j = 0; j < REGISTERS; ++j) store_register(to + n * LANES + j * REGISTER_LANES, sums[n][i][j]);
         }
+    }
+}
+
+// The same for as many rows as there are.
+template <int N, class T, class X, class At>
+void multiply(Rows<float> out, Rows<const X> left, int64_t rows, const Panels<At>& right, int64_t first,
+              Ahead& ahead) {
+    const auto some = [&](auto count, int64_t row) {
+        constexpr int COUNT = decltype(count)::value, AT_ONCE = std::min(N, panels_at_once(COUNT));
+        const Rows<float> to = {out.data + row * out.stride, out.stride};
+        const Rows<const X> from = {left.data + row * left.stride, left.stride};
+        for (int n = 0; n < N; n += AT_ONCE) multiply_rows<AT_ONCE, COUNT, T>(to, from, right, first + n, ahead);
+    };
+    int64_t row = 0;
+    for (; row + ROWS <= rows; row += ROWS) some(std::integral_constant<int, ROWS>(), row);
+    switch (rows - row) {
+        case 3: return some(std::integral_constant<int, 3>(), row);
+        case 2: return some(std::integral_constant<int, 2>(), row);
+        case 1: return some(std::integral_constant<int, 1>(), row);
     }
 }
 
@@ -273,14 +280,15 @@ private:
 
     // Of the queries of one KV head, padded to a multiple of 16: query i is head i % sharing of row i / sharing.
     struct State {
-        T* queries;
+        Activation<T>* queries;
         float* sums;
         Softmax* softmax;
     };
 
     // This thread's, for one piece at a time. Scores, weights and means are of 16 queries and one chunk.
     struct Memory {
-        T *queries, *values, *weights;
+        T* values;
+        Activation<T>*queries, *weights;
         float *sums, *scores, *means;
         Softmax* softmax;
         int64_t padded, head_dim, width;
@@ -289,9 +297,9 @@ private:
         Memory(int64_t heads, int64_t padded, int64_t head_dim, int64_t width)
             : padded(padded), head_dim(head_dim), width(width) {
             thread_local Scratch scratch[7];
-            queries = scratch[0].get<T>(heads * padded * head_dim);
+            queries = scratch[0].get<Activation<T>>(heads * padded * head_dim);
             values = scratch[1].get<T>(attention::POSITIONS * width);
-            weights = scratch[2].get<T>(LANES * attention::POSITIONS);
+            weights = scratch[2].get<Activation<T>>(LANES * attention::POSITIONS);
             sums = scratch[3].get<float>(heads * padded * width);
             scores = scratch[4].get<float>(LANES * attention::POSITIONS);
             means = scratch[5].get<float>(LANES * width);
@@ -336,7 +344,7 @@ private:
                 next = find(layer, piece, last ? 0 : head + 1, last ? first + attention::CHUNK : first, groups);
                 if (!copy_values(memory.values, chunk, piece)) return attend_one_by_one(layer, piece);
                 attention::Ahead ahead = lines(next);
-                ahead.spread(ceil_div(queries, attention::ROWS) * steps(chunk));
+                ahead.spread(steps(chunk, queries));
                 for (int64_t query = 0; query < queries; query += LANES) {
                     const int64_t count = std::min<int64_t>(LANES, queries - query);
                     add(memory, memory.state(head), chunk, piece, query, count, ahead);
@@ -346,12 +354,18 @@ private:
         for (int64_t head = 0; head < piece.heads; ++head) finish(memory.state(head), layer, piece, head);
     }
 
-    // That vectors take to multiply ROWS queries by a chunk's keys, and their weights by its values.
-    int64_t steps(const Chunk& chunk) const {
-        const auto turns = [](int64_t panels) { return panels / attention::PANELS + panels % attention::PANELS; };
-        const int64_t keys = turns(chunk.count) * pages_.head_dim / PAIR<T>;
-        const int64_t values = turns(width_ / LANES) * chunk.count * LANES / PAIR<T>;
-        return keys + values;
+    // That vectors take to multiply queries by a chunk's keys, and their weights by its values.
+    int64_t steps(const Chunk& chunk, int64_t queries) const {
+        const auto of = [&](int64_t rows) {
+            const int64_t at_once = attention::panels_at_once(rows);
+            const auto turns = [=](int64_t panels) {
+                return at_once == 1 ? panels : panels / attention::PANELS + panels % attention::PANELS;
+            };
+            const int64_t keys = turns(chunk.count) * pages_.head_dim / PAIR<T>;
+            return keys + turns(width_ / LANES) * chunk.count * LANES / PAIR<T>;
+        };
+        const int64_t left = queries % attention::ROWS;
+        return queries / attention::ROWS * of(attention::ROWS) + (left ? of(left) : 0);
     }
 
     attention::Ahead lines(const Chunk& chunk) const {
@@ -374,9 +388,9 @@ private:
         for (int64_t i = 0; i < piece.rows; ++i) {
             const int64_t row = piece.first_row + i;
             const T* const from = layer.query + (row * pages_.num_kv_heads + piece.first_head + head) * size;
-            std::copy_n(from, size, state.queries + i * size);
+            for (int64_t j = 0; j < size; ++j) convert(from[j], state.queries[i * size + j]);
         }
-        std::fill(state.queries + piece.rows * size, state.queries + padded * pages_.head_dim, T{});
+        std::fill(state.queries + piece.rows * size, state.queries + padded * pages_.head_dim, Activation<T>{});
         std::fill_n(state.sums, padded * width_, 0.0f);
         std::fill_n(state.softmax, padded / LANES, Softmax{all(-INFINITY), {}});
     }
@@ -435,12 +449,12 @@ private:
     // One chunk for `count` queries from `query`.
     void add(const Memory& memory, const State& state, const Chunk& chunk, const Piece& piece, int64_t query,
              int64_t count, attention::Ahead& ahead) const {
-        const attention::Rows<const T> queries = {state.queries + query * pages_.head_dim, pages_.head_dim};
+        const attention::Rows<const Activation<T>> queries = {state.queries + query * pages_.head_dim, pages_.head_dim};
         const attention::Panels keys = {1, pages_.head_dim / PAIR<T>, PIECE<T>,
                                         [&](int64_t group, int64_t) { return chunk.groups[group].keys; }};
         multiply<16>(memory.scores, attention::POSITIONS, queries, count, keys, chunk.count, ahead);
         const Floats correction = weigh(memory, state.softmax[query / LANES], chunk, piece, query, count);
-        const attention::Rows<const T> weights = {memory.weights, attention::POSITIONS};
+        const attention::Rows<const Activation<T>> weights = {memory.weights, attention::POSITIONS};
         const attention::Panels values = {
             chunk.count, LANES / PAIR<T>, width_ * PAIR<T>,
             [&](int64_t column, int64_t group) { return chunk.groups[group].values + column * PIECE<T>; }};
@@ -456,7 +470,7 @@ private:
     // `panels` panels of out = left * right; on tiles, of so many pairs, for every number of rows, or their bits would
     // differ.
     template <int PAIRS, class At>
-    void multiply(float* out, int64_t out_stride, attention::Rows<const T> left, int64_t rows,
+    void multiply(float* out, int64_t out_stride, attention::Rows<const Activation<T>> left, int64_t rows,
                   const attention::Panels<At>& right, int64_t panels, attention::Ahead& ahead) const {
         const auto some = [&](auto count, int64_t first) {
             constexpr int N = decltype(count)::value;
@@ -466,7 +480,7 @@ private:
                 if (tiles_) return attention::multiply_tiles<PAIRS>(SEQUENCE, {out, out_stride}, left, right, first, ahead);
             }
 #endif
-            attention::multiply<N>({out, out_stride}, left, rows, right, first, ahead);
+            attention::multiply<N, T>({out, out_stride}, left, rows, right, first, ahead);
         };
         constexpr int MOST = attention::PANELS;
         int64_t first = 0;
@@ -485,40 +499,52 @@ private:
             Floats most = all(-INFINITY);
             for (int64_t g = 0; g < chunk.count; ++g) {
                 const Floats score = load(scores + g * LANES);
-                most = score > most ? score : most;
+                most = larger(score, most);
             }
             largest[i] = maximum(most);
         }
         const Floats scaled = largest * scale_;
-        const Floats base = scaled > state.base ? scaled : state.base;
-        const Floats correction = attention::power_of_two(state.base - base);
+        const Floats base = larger(scaled, state.base);
+        const Floats correction = powers_of_two(state.base - base);
         state.base = base;
         for (int64_t i = 0; i < count; ++i) {
             const float* const scores = memory.scores + i * attention::POSITIONS;
-            T* const weights = memory.weights + i * attention::POSITIONS;
+            Activation<T>* const weights = memory.weights + i * attention::POSITIONS;
             for (int64_t g = 0; g < chunk.count; ++g) {
                 const Floats power = fused(load(scores + g * LANES), all(scale_), all(-base[i]));
-                attention::store_weights(weights + g * LANES, attention::power_of_two(power));
+                attention::store_weights(weights + g * LANES, powers_of_two(power));
             }
-            if (chunk.count % 2 == 1) std::fill_n(weights + chunk.count * LANES, LANES, T{});  // they are added in twos
-            // Of the weights as they were rounded, so that a mean of equal values is that value.
-            const T ones[] = {from_float<T>(1), from_float<T>(1)};
-            for (int lane = 0; lane < LANES; lane += REGISTER_LANES) {
-                float* const to = state.totals[i] + lane;
-                Register total = load_register(to) * correction[i];
-                for (int64_t k = lane * PAIR<T>; k < chunk.count * LANES; k += PIECE<T>) {
-                    total = attention::add_products(total, ones, load_register(weights + k));
-                }
-                store_register(to, total);
-            }
+            if (chunk.count % 2 == 1) std::fill_n(weights + chunk.count * LANES, LANES, Activation<T>{});  // they are added in twos
+            add_up(state.totals[i], weights, chunk.count * LANES, correction[i]);
         }
         return correction;
     }
 
+    static Floats powers_of_two(Floats x) {
+        return by_registers<Floats>([](auto x) { return attention::power_of_two(x); }, x);
+    }
+
+    // totals = totals * correction + the weights as they were rounded, so that a mean of equal values is that value.
+    static void add_up(float* totals, const Activation<T>* weights, int64_t count, float correction) {
+        using Both = Factors<T, Activation<T>>;
+        constexpr int64_t STEP = LANES * PAIR<T> / Both::PARTS;
+        for (int lane = 0; lane < LANES; lane += REGISTER_LANES) {
+            Register total = load_register(totals + lane) * correction;
+            for (int64_t k = lane * PAIR<T> / Both::PARTS; k < count; k += STEP) {
+                if constexpr (std::is_same_v<Activation<T>, bfloat16>) {
+                    const bfloat16 ones[] = {from_float<bfloat16>(1), from_float<bfloat16>(1)};
+                    total = multiply_add_pairs((Bits)load_register(weights + k), broadcast_word(ones), total);
+                } else {
+                    total += load_register(weights + k);
+                }
+            }
+            store_register(totals + lane, total);
+        }
+    }
+
     static void hide(float* scores, const Chunk& chunk, int64_t visible) {
         for (int64_t g = 0; g < chunk.count; ++g) {
-            const Ints seen = attention::LANE < (int32_t)chunk.groups[g].seen(visible);
-            store(scores + g * LANES, seen ? load(scores + g * LANES) : all(-INFINITY));
+            for (int64_t lane = chunk.groups[g].seen(visible); lane < LANES; ++lane) scores[g * LANES + lane] = -INFINITY;
         }
     }
 

@@ -220,7 +220,7 @@ private:
 
     static Floats silu(Floats x) {
         const Floats most = all(88.0f);  // beyond, exp overflows
-        return x * reciprocal(exp(-x > most ? most : -x) + 1.0f);
+        return x * reciprocal(exp(smaller(-x, most)) + 1.0f);
     }
 
     const PacelineModel model_;

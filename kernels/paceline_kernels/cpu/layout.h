@@ -103,9 +103,12 @@ inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
 // upper_half of each lane.
 inline Words upper_halves(Floats x) {
-    const Words bits = (Words)x;
-    const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return x == x ? nearest : (bits >> 16) | 0x40;
+    return by_registers<Words>(
+        [](auto x) {
+            const Bits bits = (Bits)x, nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+            return x == x ? nearest : (bits >> 16) | 0x40;
+        },
+        x);
 }
 
 inline void store(WideHalf* to, Floats x) { store(&to->value, (Floats)(upper_halves(x) << 16)); }

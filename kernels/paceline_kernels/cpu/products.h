@@ -19,8 +19,8 @@ void quantize(const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
             Floats part[GROUP / LANES] = {};
             Floats largest = {}, poison = {};
             for (int64_t i = 0; i < GROUP && begin + i < x.size; i += LANES) {
-                const Floats some = load(x.at(row, begin + i)), magnitude = some < 0.0f ? -some : some;
-                largest = magnitude > largest ? magnitude : largest;
+                const Floats some = load(x.at(row, begin + i)), magnitude = (Floats)((Words)some & 0x7fffffffu);
+                largest = larger(magnitude, largest);
                 poison += some * 0.0f;
                 part[i / LANES] = some;
             }

@@ -25,9 +25,9 @@ float highest_of(const float* x, int64_t n) {
             const int64_t at = v + part * LANES;
             if (at >= n) break;
             const Floats some = load(x + at, n - at, -INF);
-            best[part] = some > best[part] ? some : best[part];
+            best[part] = larger(some, best[part]);
         }
-    for (int part = 1; part < 4; part++) best[0] = best[part] > best[0] ? best[part] : best[0];
+    for (int part = 1; part < 4; part++) best[0] = larger(best[part], best[0]);
     return maximum(best[0]);
 }
 
@@ -239,7 +239,7 @@ class Selection {
             Floats best = all(-INF);
             for (int64_t v = start; v < std::min(start + GROUP, tokens.count); v += LANES) {
                 const Floats some = tokens(v).keys;
-                best = some > best ? some : best;
+                best = larger(some, best);
             }
             count += compress(&keys[count], best, best > -INF);
         }
@@ -516,8 +516,8 @@ inline void residual_row(const float* p, const float* q, int64_t vocab, double s
         const Floats scales = all(static_cast<float>(scale));
         for (int64_t v = 0; v < vocab; v += LANES) {
             const Floats left = scales * load(p + v, vocab - v, 0) - load(q + v, vocab - v, 0);
-            const Floats kept = left > 0.0f ? left : Floats{};
-            highest = kept > highest ? kept : highest;
+            const Floats kept = larger(left, Floats{});
+            highest = larger(kept, highest);
             store(out + v, kept, vocab - v);
         }
         for (int lane = 0; lane < LANES; lane++) most = std::max(most, highest[lane]);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -90,16 +91,6 @@ inline bool any(Ints mask) {
     int32_t seen = 0;
     for (int lane = 0; lane < LANES; lane++) seen |= mask[lane];
     return seen != 0;
-#endif
-}
-
-inline float maximum(Floats x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)x);
-#else
-    float best = x[0];
-    for (int lane = 1; lane < LANES; lane++) best = x[lane] > best ? x[lane] : best;
-    return best;
 #endif
 }
 
@@ -281,19 +272,52 @@ inline Integers multiply_add_shorts(Bits a, Bits b, Integers sum) {
 #endif
 }
 
-inline Floats fused(Floats a, Floats b, Floats c) {
+// ---- Vectors by registers ----
+
+// What compilers do lane by lane where no register is as wide as the vectors: the operation, one register after the other.
+template <class Out, class Operation, class... In>
+inline Out by_registers(const Operation& operation, const In&... in) {
 #if defined(__AVX512F__)
-    return multiply_add(a, b, c);
+    return (Out)operation(in...);
 #else
-    constexpr int PARTS = LANES / REGISTER_LANES;
-    Register x[PARTS], y[PARTS], z[PARTS];
-    std::memcpy(x, &a, sizeof x);
-    std::memcpy(y, &b, sizeof y);
-    std::memcpy(z, &c, sizeof z);
-    for (int i = 0; i < PARTS; ++i) z[i] = multiply_add(x[i], y[i], z[i]);
-    Floats sum;
-    std::memcpy(&sum, z, sizeof sum);
-    return sum;
+    const auto part = [](const auto& x, int i) {
+        using Part = std::conditional_t<std::is_same_v<std::decay_t<decltype(x)>, Floats>, Register, Integers>;
+        Part some;
+        std::memcpy(&some, (const char*)&x + i * REGISTER_BYTES, sizeof some);
+        return some;
+    };
+    Out out;
+    for (int i = 0; i < LANES / REGISTER_LANES; ++i) {
+        const auto some = operation(part(in, i)...);
+        std::memcpy((char*)&out + i * REGISTER_BYTES, &some, sizeof some);
+    }
+    return out;
+#endif
+}
+
+inline Floats fused(Floats a, Floats b, Floats c) {
+    return by_registers<Floats>([](auto a, auto b, auto c) { return multiply_add(a, b, c); }, a, b, c);
+}
+
+inline Floats larger(Floats a, Floats b) {
+    return by_registers<Floats>([](auto a, auto b) { return a > b ? a : b; }, a, b);
+}
+
+inline Floats smaller(Floats a, Floats b) {
+    return by_registers<Floats>([](auto a, auto b) { return a < b ? a : b; }, a, b);
+}
+
+inline float maximum(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    Register parts[LANES / REGISTER_LANES];
+    std::memcpy(parts, &x, sizeof parts);
+    Register all = parts[0];
+    for (const Register& part : parts) all = part > all ? part : all;
+    float best = all[0];
+    for (int lane = 1; lane < REGISTER_LANES; lane++) best = all[lane] > best ? all[lane] : best;
+    return best;
 #endif
 }
 
@@ -310,23 +334,30 @@ inline Floats reciprocal(Floats x) {
 }
 
 // e^x for x <= 88, within 2 units in the last place; below -87.3, where the result would be subnormal, and for NaN, 0.
-inline Floats exp(Floats x) {
+inline Register exp(Register x) {
     // x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer, which the low bits then hold.
-    const Floats shift = all(0x1.8p23f);
-    const Floats shifted = fused(x, all(0x1.715476p0f), shift);
-    const Floats n = shifted - shift;
+    const Register shift = broadcast(0x1.8p23f);
+    const Register shifted = multiply_add(x, broadcast(0x1.715476p0f), shift);
+    const Register n = shifted - shift;
     // ln 2 = 355 / 512 - 0.000212...: n * 355 / 512 is exact.
-    Floats r = fused(n, all(-0x1.63p-1f), x);
-    r = fused(n, all(0x1.bd0106p-13f), r);
+    Register r = multiply_add(n, broadcast(-0x1.63p-1f), x);
+    r = multiply_add(n, broadcast(0x1.bd0106p-13f), r);
     // (e^r - 1 - r) / r^2, the minimax polynomial for the relative error of e^r.
-    Floats q = all(0x1.6a23cep-10f);
-    q = fused(q, r, all(0x1.123a2p-7f));
-    q = fused(q, r, all(0x1.5558f2p-5f));
-    q = fused(q, r, all(0x1.555492p-3f));
-    q = fused(q, r, all(0x1.fffffcp-2f));
-    const Floats power = fused(q * r, r, r) + 1.0f;
-    return where(x >= -87.3f, (Floats)((Words)power + ((Words)shifted << 23)));
+    Register q = broadcast(0x1.6a23cep-10f);
+    q = multiply_add(q, r, broadcast(0x1.123a2p-7f));
+    q = multiply_add(q, r, broadcast(0x1.5558f2p-5f));
+    q = multiply_add(q, r, broadcast(0x1.555492p-3f));
+    q = multiply_add(q, r, broadcast(0x1.fffffcp-2f));
+    const Register power = multiply_add(q * r, r, r) + 1.0f;
+    const Bits result = (Bits)power + ((Bits)shifted << 23);
+    return (Register)(result & (Bits)(x >= -87.3f));
 }
+
+#if !defined(__AVX512F__)
+inline Floats exp(Floats x) {
+    return by_registers<Floats>([](Register x) { return exp(x); }, x);
+}
+#endif
 
 // A float64 sum of floats, always in the same order.
 struct Sum {
