@@ -343,6 +343,64 @@ def test_ngram_needs_no_pass() -> None:
     ]
 
 
+@pytest.mark.usefixtures("no_savings")
+def test_what_may_not_be_proposed_is_as_deep_as_what_surely_is() -> None:
+    """Drafts that are not there are no rows: n-grams that seldom find anything cost the less for that."""
+    depths = {
+        chance: choose(adaptive(), DepthCandidate(0, (Offer(NGRAM, geometric(0.7), chance=chance),), 0, 8))
+        for chance in (0.05, 0.4, 1.0)
+    }
+    assert depths[1.0] == depths[0.4] == depths[0.05] != [0]
+
+
+@pytest.mark.usefixtures("no_savings")
+def test_chances_are_part_of_what_an_offer_is_worth() -> None:
+    """By all choices there are, where a row costs the same wherever it comes; newcomers choose alike."""
+    generator = np.random.default_rng(0)
+    taken = []
+    for _ in range(200):
+        per_row, a_pass = generator.uniform(0.0, 0.3, 2)
+        costs = Costs(lambda n, a=per_row: 1.0 + a * n, lambda n, a=a_pass: a * n)  # type: ignore[misc]
+        chance = float(generator.uniform(0.05, 1.0))
+        offers = (Offer(NGRAM, random_run(generator), chance=chance), Offer(MODEL, random_run(generator)))
+        policy = adaptive(costs)
+        learned(policy, generator.uniform(0.4, 2.5))
+        one = DepthCandidate(0, offers, 0, 3)
+        [chosen] = policy.choose([one], load_of([one]))
+        second = policy.decision.price_of_time
+        prices = {NGRAM: second * per_row, MODEL: second * (per_row + a_pass)}
+        values = {
+            (offer.method, depth): offer.chance * (sum(offer.survivals[:depth]) - prices[offer.method] * depth)
+            for offer in offers
+            for depth in range(1, len(offer.survivals) + 1)
+        }
+        best = max(0.0, *values.values())
+        assert values.get((chosen.method, chosen.depth), 0.0) == pytest.approx(best, abs=1e-9)
+        taken.append(chosen.method)
+    assert {NGRAM, MODEL} <= set(taken)
+
+
+@pytest.mark.usefixtures("no_savings")
+def test_newcomers_know_chances_too() -> None:
+    policy = adaptive()
+    first = candidate(0.9)
+    policy.choose([first], load_of([first]))
+    for chance, method in ((1.0, NGRAM), (0.2, MODEL)):
+        offers = (Offer(NGRAM, geometric(0.9), chance=chance), Offer(MODEL, geometric(0.8)))
+        assert policy.join(DepthCandidate(1, offers, 0, 8)).method is method
+
+
+def test_what_a_step_takes_is_told_without_what_is_not_proposed() -> None:
+    told = []
+    for chance in (0.1, 1.0):
+        policy = adaptive(Costs(lambda rows: 1.0 + 0.05 * rows))
+        choose(policy, DepthCandidate(0, (Offer(NGRAM, geometric(0.9), chance=chance),), 0, 8))
+        told.append(policy.decision)
+    assert told[0].slots == told[1].slots == 8
+    assert told[0].predicted_seconds == pytest.approx(1.0 + 0.05 * 2)
+    assert told[1].predicted_seconds == pytest.approx(1.0 + 0.05 * 9)
+
+
 # -- bounds and budget -----------------------------------------------------------------------------------------------
 
 

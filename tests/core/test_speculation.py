@@ -170,6 +170,27 @@ def test_what_only_the_target_sees_teaches_nothing_about_others(sampling: Sampli
     assert survival(bench, "a") == before
 
 
+class _Mute(ScriptedRunner):
+    """n-grams that have something to propose behind every third token."""
+
+    def _draft(self, sequence: Sequence, work: SequenceWork) -> list[int]:
+        return super()._draft(sequence, work) if len(sequence) % 3 == 0 else []
+
+
+def test_having_nothing_to_propose_is_no_rejection() -> None:
+    bench = Bench(FixedDepth(3), method=Method.NGRAM)
+    bench.runner = _Mute(bench.config.num_blocks, bench.config.block_size, always)
+    request = bench.add(5, max_tokens=200)
+    bench.drain()
+    control, own = bench.control, request.residuals[Method.NGRAM]
+    assert request.counts.drafted > 0
+    assert control.drafters[Method.NGRAM, Verification.GREEDY].acceptance.survivals("", own, 1)[0] > 0.9
+    [chance] = control.proposals.survivals("", request.proposing, 1)
+    assert chance == pytest.approx(request.counts.drafted / 3 / request.counts.verify_steps, abs=0.2)
+    control.forget()
+    assert not control.proposals.is_observed
+
+
 def test_forgetting_is_complete() -> None:
     bench = Bench(FixedDepth(3), right=never)
     bench.add(5, max_tokens=20)

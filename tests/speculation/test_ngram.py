@@ -65,3 +65,17 @@ def test_sequences_do_not_see_each_other_and_are_forgotten() -> None:
     assert propose(drafter, sequence_of([1, 2], request_id=2), 3) == []
     drafter.release(1)
     assert propose(drafter, sequence_of([4, 1, 2], request_id=1), 3) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "emitted", "labels"),
+    [
+        ([1, 2, 3, 4, 1, 2], [3, 4, 1], (1.0, 1.0, 1.0)),
+        ([1, 2, 3, 4, 1, 2], [3, 9, 1], (1.0, 0.0)),
+        ([1, 2, 3, 4, 1, 2], [9], (0.0,)),
+        ([1, 2, 3], [4, 5], ()),
+    ],
+)
+def test_what_is_scored(text: list[int], emitted: list[int], labels: tuple[float, ...]) -> None:
+    """As far as the first mistake, and nothing where nothing is proposed."""
+    assert Ngram().score(sequence_of(text), emitted) == labels

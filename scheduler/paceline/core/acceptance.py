@@ -54,10 +54,11 @@ class Traits(NamedTuple):
     request: Level
 
 
-# A memory of 25 steps and one of 4. N-grams often have nothing to propose, which counts as a rejection; once they copy,
-# they go on for a while: on recorded requests, the long memory has a log loss that is 10 % higher.
+# A memory of 25 steps and one of 4: once n-grams copy, they go on for a while.
 MODEL_TRAITS: Final = Traits((PRIOR_RATE,), Level(decay=0.96, prior=1.5))
-NGRAM_TRAITS: Final = Traits((0.4, 0.8), Level(decay=0.75, prior=0.4))
+NGRAM_TRAITS: Final = Traits((0.6, 0.85), Level(decay=0.75, prior=0.4))
+# Of another question that is answered alike: will n-grams have anything to propose?
+PROPOSAL_TRAITS: Final = Traits((0.6,), Level(decay=0.9, prior=1.0))
 
 
 @dataclass(slots=True)

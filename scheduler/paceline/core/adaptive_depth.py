@@ -99,7 +99,7 @@ class AdaptiveDepth:
             limit = self._num_passes if offer.method is DRAFT_MODEL else self.max_depth
             depth = sum(survival > price for survival in offer.survivals[:limit])
             choice = within_bounds(candidate, offer, depth)
-            gain = sum(offer.survivals[: choice.depth]) - price * choice.depth
+            gain = offer.chance * (sum(offer.survivals[: choice.depth]) - price * choice.depth)
             if gain > best_gain:
                 best, best_gain = choice, gain
         self._chosen[candidate.request_id] = best
@@ -281,7 +281,7 @@ class AdaptiveDepth:
             if (wait < 1.0 and not spent) or spent > PROBE_STRETCH * step.seconds:
                 break
             candidate = step.candidates[index]
-            offer = max(candidate.offers, key=lambda offer: offer.survivals[0])
+            offer = max(candidate.offers, key=lambda offer: offer.chance * offer.survivals[0])
             if offer.catch_up >= too_dear.get(offer.method, math.inf):
                 continue
             if self._pay(step, slot_seconds, index, offer):
@@ -357,13 +357,14 @@ class _Step:
         self.slots = 0
         self.catch_up = 0
         self.tokens = float(load.sampling)
+        self._rows = float(load.rows)  # expected: what is not proposed is none
         self._passes: list[int] = []  # sequences in each
         for candidate, choice in zip(candidates, chosen):
             if not choice.depth:
                 continue
             for offer in candidate.offers:
                 if offer.method is choice.method:
-                    self.tokens += sum(offer.survivals[: choice.depth])
+                    self.tokens += offer.chance * sum(offer.survivals[: choice.depth])
                     self._book(offer, 0, choice.depth)
         self.seconds = self._predict()
 
@@ -401,6 +402,7 @@ class _Step:
     def _book(self, offer: Offer, before: int, after: int) -> None:
         """Let a request draft by `after` instead of `before`."""
         self.slots += after - before
+        self._rows += offer.chance * (after - before)
         if offer.method is not DRAFT_MODEL:
             return
         if before == 0:
@@ -412,7 +414,5 @@ class _Step:
 
     def _predict(self) -> float:
         load = self.load
-        shape = StepShape(
-            load.rows + self.slots, load.context, tuple(self._passes), self.catch_up, sequences=load.sampling
-        )
+        shape = StepShape(round(self._rows), load.context, tuple(self._passes), self.catch_up, sequences=load.sampling)
         return max(self.costs.step(shape), SHORTEST)

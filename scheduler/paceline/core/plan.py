@@ -160,7 +160,7 @@ class SequenceResult:
         failure: why nothing can follow `token_ids`, in words: no token is allowed there, or the grammar broke down.
         finish: set by the engine where a stop was found.
         scored: if the work asks for it, how what an n-gram would have proposed compares: 1 for each token that was
-            emitted, and 0 for the first that was not; a single 0 without a proposal.
+            emitted, and 0 for the first that was not; nothing without a proposal.
     """
 
     request_id: int

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel, Residual
+from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, PROPOSAL_TRAITS, AcceptanceModel, Residual
 from paceline.core.calibration import Calibration
 from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import Chosen, DepthCandidate, Offer, Outcome, StepLoad
@@ -21,7 +21,8 @@ from paceline.core.speculation_counts import SpeculationCounts
 from paceline.core.speculation_report import DrafterReport, RequestReport, SpeculationReport, TenantReport
 from paceline.core.step_bill import write_bill
 
-NO_PROPOSAL: Final = (0.0,)  # what comes of it
+PROPOSED: Final = (1.0,)
+NOTHING_PROPOSED: Final = (0.0,)
 MAX_TENANTS: Final = 1024  # whose counts are kept; the one that was idle for the longest time goes first
 
 
@@ -45,6 +46,7 @@ class SpeculationControl:
 
     Attributes:
         drafters: track records.
+        proposals: how likely n-grams are to have anything to propose.
         tenants, totals: what speculation brought to requests that have ended.
     """
 
@@ -63,6 +65,7 @@ class SpeculationControl:
         self._models = {
             rule: {method: self.drafters[method, rule].acceptance for method in Method} for rule in Verification
         }
+        self.proposals = AcceptanceModel(PROPOSAL_TRAITS)
         self.tenants: OrderedDict[str, SpeculationCounts] = OrderedDict()
         self.totals = SpeculationCounts()
         self.model_drafts = True  # in the last step that offered it a place
@@ -112,6 +115,8 @@ class SpeculationControl:
             for method, depth in limits.items():
                 asked.setdefault(models[method], []).append((request.tenant, request.residuals[method], depth))
         survivals = {model: iter(model.survivals_of(of_model)) for model, of_model in asked.items()}
+        looking = [(one.tenant, one.proposing, 1) for one, limits in zip(requests, allowed) if NGRAM in limits]
+        chances = iter(self.proposals.survivals_of(looking))
         candidates = []
         for request, limits, models in zip(requests, allowed, models_of):
             # The newest token is read by the first pass anyway. What does not fit a step is read in parts, of which the
@@ -120,7 +125,9 @@ class SpeculationControl:
             most = max(limits.values())
             offers = tuple(
                 [
-                    Offer(method, next(survivals[models[method]]), catch_up if method is DRAFT_MODEL else 0)
+                    Offer(method, next(survivals[models[method]]), catch_up)
+                    if method is DRAFT_MODEL
+                    else Offer(method, next(survivals[models[method]]), chance=next(chances)[0])
                     for method in limits
                 ]
             )
@@ -242,11 +249,14 @@ class SpeculationControl:
         drafter = work.method if work.num_drafts else None
         models = self._models[request.params.verification]
         for method, residual in request.residuals.items():
+            labels: tuple[float, ...] = ()
             if method is drafter:
-                # That it had nothing to propose is what the next choice should know.
-                labels = sequence.acceptance if sequence.num_drafted else NO_PROPOSAL
-            else:
-                labels = sequence.scored if method is NGRAM and work.scores_ngram else ()
+                labels = sequence.acceptance
+            elif method is NGRAM and work.scores_ngram:
+                labels = sequence.scored
+            if method is NGRAM and (method is drafter or work.scores_ngram):
+                found = PROPOSED if labels else NOTHING_PROPOSED
+                self.proposals.observe(request.tenant, request.proposing, found, request.is_example)
             if labels:
                 models[method].observe(request.tenant, residual, labels, request.is_example)
             else:

@@ -49,6 +49,6 @@ class Scorer(Protocol):
 
     def score(self, sequence: Sequence, emitted: Seq[int]) -> tuple[float, ...]:
         """How what it would have proposed compares with what was emitted, which the sequence does not hold yet: a 1 for
-        each token that is equal, and a 0 for the first that is not; a single 0 without a proposal.
+        each token that is equal, and a 0 for the first that is not; nothing without a proposal.
         """
         ...

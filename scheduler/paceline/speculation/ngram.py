@@ -27,7 +27,7 @@ class Ngram:
             labels.append(float(mine == token))
             if mine != token:
                 break
-        return tuple(labels) or (0.0,)
+        return tuple(labels)
 
     def _continuation(self, sequence: Sequence, count: int) -> list[int]:
         index = self._indexes.setdefault(sequence.request_id, _Index())
