@@ -56,7 +56,7 @@ class Traits(NamedTuple):
 
 # A memory of 25 steps and one of 4: once n-grams copy, they go on for a while.
 MODEL_TRAITS: Final = Traits((PRIOR_RATE,), Level(decay=0.96, prior=1.5))
-NGRAM_TRAITS: Final = Traits((0.6, 0.85), Level(decay=0.75, prior=0.4))
+NGRAM_TRAITS: Final = Traits((0.6, 0.85), Level(decay=0.75, prior=1.0))
 # Of another question that is answered alike: will n-grams have anything to propose?
 PROPOSAL_TRAITS: Final = Traits((0.6,), Level(decay=0.9, prior=1.0))
 

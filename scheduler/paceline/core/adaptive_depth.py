@@ -25,7 +25,7 @@ from paceline.core.depth import (
     StepLoad,
     within_bounds,
 )
-from paceline.core.method import DRAFT_MODEL, Method
+from paceline.core.method import DRAFT_MODEL, NGRAM, Method
 from paceline.core.slots import BestSlots, SlotProblem
 
 MAX_DEPTH: Final = 8  # of any request, unless the operator fixes a higher depth for all
@@ -149,6 +149,11 @@ class AdaptiveDepth:
         plain = self.costs.target(decodes, shape.context, decodes)
         if shape.kind is StepKind.DECODE:
             self._plain_at = self._num_steps
+        # What n-grams will bring changes with what they brought: who drafted by them chooses anew, at the same prices.
+        for request_id, _, _ in outcome.drafts:
+            chosen = self._chosen.get(request_id)
+            if chosen is not None and chosen.method is NGRAM:
+                del self._chosen[request_id]
         self._earned += (1 - EARNINGS_DECAY) * (outcome.emitted / decodes - self._earned)
         self._spent += (1 - EARNINGS_DECAY) * (seconds / max(plain, SHORTEST) - self._spent)
 
