@@ -380,6 +380,20 @@ def test_chances_are_part_of_what_an_offer_is_worth() -> None:
     assert {NGRAM, MODEL} <= set(taken)
 
 
+def test_who_drafted_by_ngrams_chooses_anew() -> None:
+    """What they bring changes with what they brought; a draft model's choice stands."""
+    policy = adaptive(Costs(lambda rows: 1.0))
+    both = [candidate(0.8, 0, method=NGRAM), candidate(0.8, 1), candidate(0.8, 2, method=NGRAM)]
+    load = load_of(both)
+    policy.choose(both, load)
+    chosen = policy.standing(load)
+    assert chosen is not None
+    assert set(chosen) == {0, 1, 2}
+    policy.observe(Outcome(StepShape(20, 0, (1,), 0), 0.0, 1.0, 3, 12, ((0, 8, 8), (1, 8, 8))))
+    assert set(policy.standing(load) or ()) == {1, 2}
+    assert policy.join(changed(both[0], offers=(Offer(NGRAM, geometric(0.01)),))).depth < 8
+
+
 @pytest.mark.usefixtures("no_savings")
 def test_newcomers_know_chances_too() -> None:
     policy = adaptive()
