@@ -382,7 +382,7 @@ def test_chances_are_part_of_what_an_offer_is_worth() -> None:
 
 def test_who_drafted_by_ngrams_chooses_anew() -> None:
     """What they bring changes with what they brought; a draft model's choice stands."""
-    policy = adaptive(Costs(lambda rows: 1.0))
+    policy = adaptive(Costs(lambda rows: 1.0 + 0.02 * rows))
     both = [candidate(0.8, 0, method=NGRAM), candidate(0.8, 1), candidate(0.8, 2, method=NGRAM)]
     load = load_of(both)
     policy.choose(both, load)
