@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,20 @@ def test_json_is_for_people_too(tmp_path: Path) -> None:
     assert json.loads(text) == {"a": [1]}
     assert text.endswith("}\n")
     assert text.count("\n") > 3
+
+
+def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(pipe, 5)
+    assert os.read(reader, 9) == b"5\n"
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    write_json(tmp_path / "link", 5)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "one").read_text() == "5\n"

@@ -14,11 +14,16 @@ from typing import Any, BinaryIO
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which takes that name, and the place of one that has it, as the block ends. Where the block
-    raises, nothing has happened. Everybody may read it.
+    raises, nothing has happened. Everybody may read it. What is there and no file, such as a terminal, is written to.
 
     Raises:
         OSError: its folder cannot be written.
     """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     partial = Path(name)
     try:

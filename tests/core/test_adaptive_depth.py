@@ -380,18 +380,36 @@ def test_chances_are_part_of_what_an_offer_is_worth() -> None:
     assert {NGRAM, MODEL} <= set(taken)
 
 
-def test_who_drafted_by_ngrams_chooses_anew() -> None:
+def drafted(policy: AdaptiveDepth, *drafts: tuple[int, int, int], count: int = 1) -> None:
+    """A step of `count` requests is over: id, drafts verified and kept of each that drafted."""
+    rows = count + sum(depth for _, depth, _ in drafts)
+    policy.observe(Outcome(StepShape(rows, 0), 0.0, 1.0, count, count + sum(kept for *_, kept in drafts), drafts))
+
+
+def test_choices_of_ngrams_are_reviewed_after_every_step() -> None:
     """What they bring changes with what they brought; a draft model's choice stands."""
     policy = adaptive(Costs(lambda rows: 1.0 + 0.02 * rows))
-    both = [candidate(0.8, 0, method=NGRAM), candidate(0.8, 1), candidate(0.8, 2, method=NGRAM)]
-    load = load_of(both)
-    policy.choose(both, load)
-    chosen = policy.standing(load)
-    assert chosen is not None
-    assert set(chosen) == {0, 1, 2}
-    policy.observe(Outcome(StepShape(20, 0, (1,), 0), 0.0, 1.0, 3, 12, ((0, 8, 8), (1, 8, 8))))
+    three = [candidate(0.8, 0, method=NGRAM), candidate(0.8, 1), candidate(0.8, 2, method=NGRAM)]
+    load = load_of(three)
+    depths = [choice.depth for choice in policy.choose(three, load)]
+    assert set(policy.standing(load) or ()) == {0, 1, 2}
+    drafted(policy, (0, depths[0], depths[0]), (1, depths[1], 0), count=3)
     assert set(policy.standing(load) or ()) == {1, 2}
-    assert policy.join(changed(both[0], offers=(Offer(NGRAM, geometric(0.01)),))).depth < 8
+    assert policy.join(three[0]) == Chosen(NGRAM, depths[0]), "what still pays stays"
+    drafted(policy, (0, depths[0], 0), count=3)
+    worse = changed(three[0], offers=(Offer(NGRAM, geometric(0.01)), Offer(MODEL, geometric(0.9), 100)))
+    assert policy.join(worse).depth == 0, "and nobody changes to a draft model between decisions, which has to catch up"
+    assert set(policy.standing(load) or ()) == {0, 1, 2}
+
+
+def test_a_stair_behind_a_choice_does_not_end_it() -> None:
+    """Five drafts for nothing, and a sixth that doubles the step: the five go on as long as they may pay."""
+    policy = adaptive(Costs(lambda rows: 1.0 if rows <= 6 else 2.0))
+    one = candidate(0.8, method=NGRAM)
+    assert choose(policy, one) == [5]
+    for _ in range(3):
+        drafted(policy, (0, 5, 2))
+        assert choose(policy, one) == [5]
 
 
 @pytest.mark.usefixtures("no_savings")

@@ -76,9 +76,12 @@ template <class From, class To>
 inline void convert(From from, To& to) {
     to = from_float<To>(to_float(from));
 }
+template <class T>
+inline void convert(T from, T& to) {
+    to = from;
+}
 
 typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef int16_t Shorts __attribute__((vector_size(32)));
 
 // LANES elements.
 inline Floats load(const float* from) {
@@ -133,9 +136,7 @@ inline void store(int8_t* to, Ints x) {
 }
 
 inline void store(WideByte* to, Ints x) {
-    const Ints order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
-    const auto shorts = __builtin_convertvector(__builtin_shuffle(x, order), Shorts);
-    std::memcpy(to, &shorts, sizeof shorts);
+    for (int lane = 0; lane < LANES; ++lane) to[lane].value = (int16_t)x[(lane & ~3) | (lane & 1) << 1 | (lane >> 1 & 1)];
 }
 
 // `count` elements, at most LANES, and zeros behind them.

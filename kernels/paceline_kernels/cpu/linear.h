@@ -126,7 +126,7 @@ struct Neighbours {
 // How many: as many as leave the sums of so many rows in registers, but no more than bring something.
 constexpr int side_by_side(int rows) {
     int tiles = 4;
-    while (tiles > 1 && !fit(rows, tiles * COLUMNS)) --tiles;
+    while (tiles > 1 && rows * tiles * COLUMNS + std::min(rows, COLUMNS) > ROOM) --tiles;
     return tiles;
 }
 
@@ -458,12 +458,14 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
     // The turn of the bundles from `begin`; the one from `next` comes after it.
     const auto compute = [&](int64_t begin, int64_t next) {
         const int64_t end = std::min(begin + per_turn, bundles);
-        // What comes after a span of the tiles up to `index`.
+        // What comes after a span of the tile before `index`: of its own or, if inputs are cut, of its place in the next turn.
         const auto after = [&](Span span, int64_t index) -> const Element* {
             if (many) return nullptr;
             if (span.end < inputs) return weights.tile(index - 1) + span.end * TILE;
-            const int64_t tile = index < end * MATRICES ? index : next * MATRICES;
-            return tile < 0 ? nullptr : weights.tile(tile);
+            const bool cut = span.begin > 0;
+            if (!cut && index < end * MATRICES) return weights.tile(index);
+            if (next == NOTHING) return nullptr;
+            return weights.tile(next * MATRICES + (cut ? index - 1 - begin * MATRICES : 0));
         };
         for (int64_t row = 0; row < rows; row += rows_at_once) {
             const int64_t count = std::min(rows_at_once, rows - row);

@@ -80,7 +80,9 @@ class AdaptiveDepth:
         self._num_passes = 0
         self._missed = math.inf  # by keeping them, relative to what a step is worth; there is nothing to keep yet
         self._slot_prices: dict[Method, float] = {}  # tokens, as of the last decision
+        self._mean_price = 0.0  # tokens, of the slots that the last decision took
         self._chosen: dict[int, Chosen] = {}  # by request, since the last decision
+        self._reviewed: dict[int, Chosen] = {}  # what was chosen for those that drafted by n-grams since
         self._probe_seconds = 0.0  # saved, not yet spent
         self._deeper_at = 0
         self._plain_at = 0  # the last step without drafts
@@ -92,7 +94,12 @@ class AdaptiveDepth:
         return None if self._is_due(load, slot_price) else self._chosen
 
     def join(self, candidate: DepthCandidate) -> Chosen:
-        """The best for one new request at the prices of the last decision, within its number of passes."""
+        """The best for one new request at the prices of the last decision, within its number of passes; for one whose
+        choice is reviewed, no more than that.
+        """
+        before = self._reviewed.pop(candidate.request_id, None)
+        if before is not None:
+            return self._review(candidate, before)
         best, best_gain = NOTHING, -math.inf
         for offer in candidate.offers:
             price = self._slot_prices[offer.method]
@@ -104,6 +111,18 @@ class AdaptiveDepth:
                 best, best_gain = choice, gain
         self._chosen[candidate.request_id] = best
         return best
+
+    def _review(self, candidate: DepthCandidate, before: Chosen) -> Chosen:
+        """As deep as drafts by n-grams still earn what they cost in the mean, but no deeper than before: what more
+        would cost is for the next decision to look at.
+        """
+        choice = before
+        for offer in candidate.offers:
+            if offer.method is before.method:
+                worth = sum([survival > self._mean_price for survival in offer.survivals])
+                choice = within_bounds(candidate, offer, min(before.depth, worth))
+        self._chosen[candidate.request_id] = choice
+        return choice
 
     def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         if not candidates:
@@ -149,16 +168,17 @@ class AdaptiveDepth:
         plain = self.costs.target(decodes, shape.context, decodes)
         if shape.kind is StepKind.DECODE:
             self._plain_at = self._num_steps
-        # What n-grams will bring changes with what they brought: who drafted by them chooses anew, at the same prices.
+        # What n-grams will bring changes with what they brought: that may be less than what was decided on.
         for request_id, _, _ in outcome.drafts:
             chosen = self._chosen.get(request_id)
             if chosen is not None and chosen.method is NGRAM:
-                del self._chosen[request_id]
+                self._reviewed[request_id] = self._chosen.pop(request_id)
         self._earned += (1 - EARNINGS_DECAY) * (outcome.emitted / decodes - self._earned)
         self._spent += (1 - EARNINGS_DECAY) * (seconds / max(plain, SHORTEST) - self._spent)
 
     def forget(self, request_id: int) -> None:
         self._chosen.pop(request_id, None)
+        self._reviewed.pop(request_id, None)
         self._probe_intervals.pop(request_id, None)
 
     def _price_of_time(self, load: StepLoad) -> float:
@@ -212,8 +232,9 @@ class AdaptiveDepth:
         best = self._change_passes(problem.solve(), problem.second)
         chosen = problem.chosen(best, len(candidates))
         self._slot_prices = problem.slot_prices(best)
+        self._mean_price = problem.mean_price(best)
         self._decided_at, self._decided_for = self._num_steps, (load, slot_price)
-        self._chosen = {}
+        self._chosen, self._reviewed = {}, {}
         for candidate, choice in zip(candidates, chosen):
             self._chosen[candidate.request_id] = choice
             if choice.depth:

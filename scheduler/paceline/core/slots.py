@@ -45,8 +45,8 @@ class SlotProblem:
     A *run* is what one offer could draft. For a given D, which is paid for whole, slots at positions up to D (by
     n-gram: all) stand in one order: first those that bounds ask for, then by what they bring. Survivals do not
     increase, so what is taken from its front is a prefix of each run. Every count is looked at: costs rise in stairs,
-    so the first drop says nothing. If a pass costs a constant and a share for each of its sequences, the outcome is the
-    best there is.
+    so the first drop says nothing. If a pass costs a constant and a share for each of its sequences, and all that is
+    drafted is sure to be proposed or a row always costs the same, the outcome is the best there is.
 
     Args:
         second: what a second is worth, in tokens.
@@ -119,6 +119,10 @@ class SlotProblem:
         for run in np.flatnonzero(best.depths).tolist():
             chosen[self.runs.owners[run]] = Chosen(self.runs.methods[run], int(best.depths[run]))
         return chosen
+
+    def mean_price(self, best: BestSlots) -> float:
+        """What the best slots cost in the mean, verified, in tokens."""
+        return self.slot_price + self.second * _mean_rise(self.targets[: int(best.depths.sum()) + 1])
 
     def slot_prices(self, best: BestSlots) -> dict[Method, float]:
         """What one more slot of each method costs behind the best, in tokens."""

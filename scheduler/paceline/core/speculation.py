@@ -254,7 +254,7 @@ class SpeculationControl:
                 labels = sequence.acceptance
             elif method is NGRAM and work.scores_ngram:
                 labels = sequence.scored
-            if method is NGRAM and (method is drafter or work.scores_ngram):
+            if method is NGRAM and (method is drafter or work.scores_ngram) and sequence.token_ids:
                 found = PROPOSED if labels else NOTHING_PROPOSED
                 self.proposals.observe(request.tenant, request.proposing, found, request.is_example)
             if labels:
