@@ -14,15 +14,17 @@ import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
-from paceline.bench import depth, setting, synthetic, turns
+from paceline.bench import depth, setting, synthetic, trim, turns
 from paceline.cli import app
 from paceline.core.depth_policy import FixedDepth
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
+from paceline.core.plan import SequenceWork
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import FailedPrecondition, InvalidArgument
+from paceline.runner import Draft
 from paceline.wiring import EngineSettings, build_engine
 from support.pairs import tiny_pair
 
@@ -177,9 +179,21 @@ def test_depth_compares_auto_with_everything_else(pair: tuple[Path, Path], capsy
         assert cell.runs["off"].depth == 0
         assert 1 < cell.runs["2"].depth <= 2
         assert cell.runs["realizar"].depth > 1
-        assert 0.5 < cell.runs["draft-full-then-trim"].depth < 6, "random models: most of 8 is not worth verifying"
+        assert 0.5 < cell.runs["draft-full-then-trim"].depth < 8
     depth.render(cells, title="a title")
     assert "auto / best fixed" in capsys.readouterr().out
+
+
+def test_drafts_in_full_depth_are_trimmed() -> None:
+    class Full:
+        def propose(self, batch: Any) -> list[Draft]:
+            return [Draft(list(range(8))) for _ in batch]
+
+        def release(self, request_id: int) -> None: ...
+
+    works = [SequenceWork(7, 1, True, num_drafts=8), SequenceWork(8, 1, True, num_drafts=8), SequenceWork(9, 1, True)]
+    trimmed = trim.TrimmedDrafter(Full(), {7: 3, 8: 1}).propose([(None, work) for work in works])  # type: ignore[misc]
+    assert [draft.token_ids for draft in trimmed[:2]] == [[0, 1, 2], [0]]
 
 
 def test_another_setting_leads_in_every_batch(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
