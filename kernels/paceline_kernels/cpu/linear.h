@@ -93,16 +93,20 @@ constexpr int columns_at_once(int rows) {
 
 constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched, if it is not the next tile
 
-// Lines of the next tile that are fetched for every eight lines of weights; or else, with NEAR, what comes AHEAD of them.
+// Lines of the next tile that are fetched for every eight lines of weights; or else, with NEAR, what comes AHEAD of them, or
+// with NOTHING, nothing.
+constexpr int NOTHING = -1;
 constexpr int NEAR = 0;
 constexpr int ALL_LINES = 8;
 
 // Called for every two lines of weights, which are number `index` of four. While a tile is multiplied out of the second
-// cache, the next one comes there: so memory is read evenly, however many rows a tile meets. Without a next one, for few
-// rows, and for several tiles at once, what is near is fetched. Returns what comes after it.
+// cache, the next one comes there: so memory is read evenly, however many rows a tile meets. Without a next one, and for
+// few rows, what is near is fetched. Returns what comes after it.
 template <int LINES>
 inline const char* fetch(const void* weights, const char* next, int index) {
-    if constexpr (LINES == NEAR) {
+    if constexpr (LINES == NOTHING) {
+        return next;
+    } else if constexpr (LINES == NEAR) {
         __builtin_prefetch((const char*)weights + AHEAD);
         __builtin_prefetch((const char*)weights + AHEAD + 64);
         return next;
@@ -113,24 +117,7 @@ inline const char* fetch(const void* weights, const char* next, int index) {
     }
 }
 
-// Neighbouring tiles that are walked side by side: memory is read faster in several places at once.
-template <class Element>
-struct Neighbours {
-    const Element* first;  // at the begin of the tile, or of the span of it that is multiplied
-    int64_t apart;         // elements from a tile to the next
-    int64_t count;
-
-    Neighbours from(Span span) const { return {first + span.begin * TILE, apart, count}; }
-};
-
-// How many: as many as leave the sums of so many rows in registers, but no more than bring something.
-constexpr int side_by_side(int rows) {
-    int tiles = 4;
-    while (tiles > 1 && rows * tiles * COLUMNS + std::min(rows, COLUMNS) > ROOM) --tiles;
-    return tiles;
-}
-
-// Some columns of neighbouring tiles, which are multiplied together.
+// Some columns of one or several tiles, which are multiplied together.
 template <class W>
 struct Columns {
     const W* weights;  // of what is multiplied next
@@ -219,60 +206,52 @@ void multiply_columns(const Packed8::Input& x, Columns<uint8_t> from, Span span,
     }
 }
 
-// `from` begins where the span does. All columns, some after the others if they are too many for the registers, each with
-// lines to fetch as it takes them in turn.
-template <int ROWS, int TILES, int LINES, int FIRST = 0, class Input, class Element>
-void multiply_rows(const Input& x, const Neighbours<Element>& from, Span span, int64_t row, float* to,
-                   const char* next) {
-    constexpr int WIDTH = TILES > 1 ? COLUMNS : columns_at_once(ROWS);
+// All columns of a tile, which begins where the span does; some after the others if they are too many for the registers,
+// each with lines to fetch as it takes them in turn.
+template <int ROWS, int LINES, int FIRST = 0, class Input, class Element>
+void multiply_rows(const Input& x, const Element* tile, Span span, int64_t row, float* to, const char* next) {
+    constexpr int WIDTH = columns_at_once(ROWS);
     constexpr int64_t OUTPUT = FIRST * REGISTER_LANES;
-    const Columns<Element> some = {from.first + OUTPUT * PAIR<Element>, from.apart, next};
-    multiply_columns<ROWS, WIDTH, TILES, LINES>(x, some, span, row, to + OUTPUT);
+    const Columns<Element> some = {tile + OUTPUT * PAIR<Element>, 0, next};
+    multiply_columns<ROWS, WIDTH, 1, LINES>(x, some, span, row, to + OUTPUT);
     if constexpr (FIRST + WIDTH < COLUMNS) {
         next += LINES * (span.end - span.begin) * TILE * (int64_t)sizeof(Element) / ALL_LINES;
-        multiply_rows<ROWS, TILES, LINES, FIRST + WIDTH>(x, from, span, row, to, next);
+        multiply_rows<ROWS, LINES, FIRST + WIDTH>(x, tile, span, row, to, next);
     }
 }
 
-// By the number of rows; of one tile, or of as many as there may be side by side. Sums are [TILES][MOST_ROWS][TILE].
-template <class Input, class Element, bool SIDE_BY_SIDE, int LINES, int... COUNT>
+// By the number of rows. Sums are [MOST_ROWS][TILE].
+template <class Input, class Element, int LINES, int... COUNT>
 constexpr auto multiply_by_rows(std::integer_sequence<int, COUNT...>) {
-    using Multiply = void (*)(const Input&, const Neighbours<Element>&, Span, int64_t, float*, const char*);
-    return std::array<Multiply, sizeof...(COUNT)>{
-        multiply_rows<COUNT + 1, SIDE_BY_SIDE ? side_by_side(COUNT + 1) : 1, LINES>...};
+    using Multiply = void (*)(const Input&, const Element*, Span, int64_t, float*, const char*);
+    return std::array<Multiply, sizeof...(COUNT)>{multiply_rows<COUNT + 1, LINES>...};
 }
 
-// Meet a tile faster than it comes: what is near is fetched better than what is far.
-#if defined(__AVX512F__)
-constexpr int64_t FEW_ROWS = 3;
-#else
-constexpr int64_t FEW_ROWS = 2;
-#endif
-static_assert(sizeof(Sums) == sizeof(float[MOST_ROWS][TILE]), "sums of several tiles lie one behind the other");
+constexpr int64_t FEW_ROWS = 2;  // meet a tile faster than it comes: what is near is fetched better than what is far
 
-// The rows in parts of about equal size; with several tiles, in one. `next`, which may be null, is fetched in equal shares
-// by the first of those times that the tile is walked along.
+// The rows in parts of about equal size. `next`, which may be null, is fetched in equal shares by the first of those times
+// that the tile is walked along.
 template <class Input, class Element>
-void multiply_vectors(const Input& x, const Neighbours<Element>& tiles, Span span, int64_t row, int64_t count,
-                      Sums* sums, const Element* next) {
+void multiply_vectors(const Input& x, const Element* tile, Span span, int64_t row, int64_t count, Sums& sums,
+                      const Element* next) {
     constexpr auto COUNTS = std::make_integer_sequence<int, ROWS_AT_ONCE>();
-    static constexpr auto several = multiply_by_rows<Input, Element, true, NEAR>(COUNTS);
-    static constexpr auto near = multiply_by_rows<Input, Element, false, NEAR>(COUNTS);
+    static constexpr auto near = multiply_by_rows<Input, Element, NEAR>(COUNTS);
     static constexpr std::array<decltype(near), 3> fetching = {
-        multiply_by_rows<Input, Element, false, ALL_LINES>(COUNTS),
-        multiply_by_rows<Input, Element, false, ALL_LINES / 2>(COUNTS),
-        multiply_by_rows<Input, Element, false, ALL_LINES / 4>(COUNTS),
+        multiply_by_rows<Input, Element, ALL_LINES>(COUNTS),
+        multiply_by_rows<Input, Element, ALL_LINES / 2>(COUNTS),
+        multiply_by_rows<Input, Element, ALL_LINES / 4>(COUNTS),
     };
+    const Element* const begin = tile + span.begin * TILE;
     const int64_t parts = ceil_div(count, ROWS_AT_ONCE);
     const int64_t walks = COLUMNS / columns_at_once((int)ceil_div(count, parts));  // of a part
     const int halvings = parts * walks >= 4 ? 2 : parts * walks >= 2 ? 1 : 0;       // of the share of a walk
-    const int64_t sharing = next == nullptr || tiles.count > 1 || count <= FEW_ROWS ? 0 : (1 << halvings) / walks;
+    const int64_t sharing = next == nullptr || count <= FEW_ROWS ? 0 : (1 << halvings) / walks;
     for (int64_t part = 0; part < parts; ++part) {
-        const int64_t begin = part * count / parts, end = (part + 1) * count / parts;
+        const int64_t first = part * count / parts, last = (part + 1) * count / parts;
         const bool fetches = part < sharing;
-        const Element* const fetched = fetches ? next + part * (span.end - span.begin) * TILE / sharing : tiles.first;
-        const auto& by_rows = tiles.count > 1 ? several : fetches ? fetching[halvings] : near;
-        by_rows[end - begin - 1](x, tiles.from(span), span, row + begin, sums->at[begin], (const char*)fetched);
+        const Element* const fetched = fetches ? next + part * (span.end - span.begin) * TILE / sharing : begin;
+        const auto& by_rows = fetches ? fetching[halvings] : near;
+        by_rows[last - first - 1](x, begin, span, row + first, sums.at[first], (const char*)fetched);
     }
 }
 
@@ -388,21 +367,21 @@ bool by_tiles() {
     return sizeof(Element) < 4 && has_tiles();
 }
 
-// Rows [row, row + count) times one tile of weights, or, on vectors, side_by_side(count) of them. `row` is a multiple of
-// 16; `next` is the tile that comes after them, or null.
+// Rows [row, row + count) times one tile of weights. `row` is a multiple of 16; `next` is the tile that comes after it, or
+// null.
 template <class Input, class Element>
-void multiply(const Input& x, const Neighbours<Element>& tiles, Span span, int64_t row, int64_t count, Sums* sums,
+void multiply(const Input& x, const Element* tile, Span span, int64_t row, int64_t count, Sums& sums,
               const Element* next) {
 #ifdef AMX
     if constexpr (sizeof(Element) < 4) {
         if (by_tiles<Element>()) {
             constexpr auto BLOCKS = std::make_integer_sequence<int, MOST_ROWS / LANES>();
             static constexpr auto by_blocks = multiply_by_blocks<Input, Element>(BLOCKS);
-            return by_blocks[(count - 1) / LANES](x, tiles.first, span, row, count, *sums);
+            return by_blocks[(count - 1) / LANES](x, tile + span.begin * TILE, span, row, count, sums);
         }
     }
 #endif
-    multiply_vectors(x, tiles, span, row, count, sums, next);
+    multiply_vectors(x, tile, span, row, count, sums, next);
 }
 
 // ---- Whole products ----
@@ -411,7 +390,6 @@ constexpr int64_t CACHED = 1 << 19;  // bytes of weights that stay in the second
 constexpr int64_t MOST_TILES = 8;    // of those weights, since their sums want room too
 constexpr int64_t NEAREST = 512;     // bytes of a row that stay in the first while those weights pass
 constexpr int64_t WALKED = 1 << 15;  // bytes of a tile that rows pass part by part, where they are kept wide
-constexpr int64_t TURNS = 2;         // of every thread, at least, if it walks tiles side by side
 
 template <class T>
 void scale(Sums&, int64_t, const Packed<T>&, int64_t) {}
@@ -432,6 +410,110 @@ int64_t inputs_at_once(int64_t rows, int64_t inputs, bool many) {
     return KEPT_WIDE && again ? WALKED / (TILE * (int64_t)sizeof(Element)) : inputs;
 }
 
+// The sums of `count` rows and a bundle, a tile of each of MATRICES matrices, go to whoever uses them.
+template <int MATRICES, class Weights, class Use>
+inline void use_bundle(const Weights& weights, int64_t bundle, int64_t row, int64_t count, Sums* const (&sums)[MATRICES],
+                       const Use& use) {
+    for (int i = 0; i < MATRICES; ++i) scale(*sums[i], count, weights, bundle * MATRICES + i);
+    for (int64_t i = 0; i < count; ++i) {
+        const float* parts[MATRICES];
+        for (int j = 0; j < MATRICES; ++j) parts[j] = sums[j]->at[i];
+        use(bundle * MATRICES * TILE, row + i, parts);
+    }
+}
+
+// ---- Few rows ----
+
+// A tile is met faster than it comes, and nothing counts but how memory is read. CPUs do that best by themselves, in some
+// places at once and far along each of them, and instructions that fetch only hold them up: so a thread walks through
+// STREAMS stretches of memory side by side, tile after tile.
+constexpr int STREAMS = 2;
+
+// The most rows whose sums registers hold for all streams; on the matrix unit, none.
+constexpr int streamed_rows() {
+    int rows = 0;
+    while (fit(rows + 1, STREAMS * COLUMNS)) ++rows;
+    return rows;
+}
+
+template <class Input, class Element>
+using MultiplyStreams = void (*)(const Input&, Columns<Element>, Span, int64_t, float*);
+
+// Tiles that lie `apart` elements from each other; sums are [TILES][MOST_ROWS][TILE].
+template <int ROWS, int TILES, class Input, class Element>
+void multiply_streams(const Input& x, Columns<Element> from, Span span, int64_t row, float* to) {
+    multiply_columns<ROWS, COLUMNS, TILES, NOTHING>(x, from, span, row, to);
+}
+
+template <int TILES, class Input, class Element, int... COUNT>
+constexpr auto streams_by_rows(std::integer_sequence<int, COUNT...>) {
+    return std::array<MultiplyStreams<Input, Element>, sizeof...(COUNT)>{
+        multiply_streams<COUNT + 1, TILES, Input, Element>...};
+}
+
+// Cuts bundles into turns: a share of what is left each time, so that turns are long, and yet all threads end together.
+class Turns {
+public:
+    Turns(int64_t bundles, int64_t threads) : bundles_(bundles), threads_(threads) {}
+
+    int64_t count() const {
+        int64_t turns = 0;
+        for (int64_t begin = 0; begin < bundles_; begin += length(begin)) ++turns;
+        return turns;
+    }
+
+    // In ascending order only.
+    Span turn(int64_t index) {
+        for (; index_ < index; ++index_) begin_ += length(begin_);
+        return {begin_, begin_ + length(begin_)};
+    }
+
+private:
+    int64_t length(int64_t begin) const {
+        const int64_t left = bundles_ - begin;
+        return std::min(left, round_up(ceil_div(left, SHARES * threads_), STREAMS));
+    }
+
+    static constexpr int64_t SHARES = 2;  // for every thread, of what is left
+    int64_t bundles_, threads_, begin_ = 0, index_ = 0;
+};
+
+// `linear` for few rows.
+template <int MATRICES, class Weights, class Use>
+void linear_streams(const typename Weights::Input& x, const Weights& weights, int64_t rows, int64_t bundles,
+                    const Use& use) {
+    using Input = typename Weights::Input;
+    using Element = typename Weights::Element;
+    constexpr auto COUNTS = std::make_integer_sequence<int, streamed_rows()>();
+    static constexpr auto all = streams_by_rows<STREAMS, Input, Element>(COUNTS);
+    static constexpr auto single = streams_by_rows<1, Input, Element>(COUNTS);
+    const Span span = {0, Weights::padded(weights.inputs)};
+    thread_local Sums sums[MATRICES][STREAMS];
+    // The bundles at `begin` and, if there are several streams, every `apart` behind it.
+    const auto compute = [&](const auto& by_rows, int streams, int64_t begin, int64_t apart) {
+        const int64_t elements = apart * MATRICES * span.end * TILE;
+        for (int i = 0; i < MATRICES; ++i) {
+            by_rows[rows - 1](x, {weights.tile(begin * MATRICES + i), elements, nullptr}, span, 0, sums[i][0].at[0]);
+        }
+        for (int stream = 0; stream < streams; ++stream) {
+            Sums* own[MATRICES];
+            for (int i = 0; i < MATRICES; ++i) own[i] = &sums[i][stream];
+            use_bundle<MATRICES>(weights, begin + stream * apart, 0, rows, own, use);
+        }
+    };
+    Turns turns(bundles, omp_get_num_threads());
+    const int64_t count = turns.count();
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t index = 0; index < count; ++index) {
+        const Span turn = turns.turn(index);
+        const int64_t apart = (turn.end - turn.begin) / STREAMS;
+        for (int64_t i = 0; i < apart; ++i) compute(all, STREAMS, turn.begin + i, apart);
+        for (int64_t i = turn.begin + STREAMS * apart; i < turn.end; ++i) compute(single, 1, i, 0);
+    }
+}
+
+// ---- All products ----
+
 // Multiplies by MATRICES matrices that are stored as one, their tiles in turn; a bundle is a tile of each. Calls
 // use(first output of the bundle, row, sums[MATRICES]) for every bundle and row. Called by all threads of a team, which
 // share the bundles and leave together.
@@ -441,20 +523,20 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
     if (rows == 0) return;  // a step may sample nothing
     const int64_t inputs = Weights::padded(weights.inputs), tile_bytes = inputs * TILE * sizeof(Element);
     const int64_t bundles = ceil_div(weights.outputs, TILE * MATRICES);
+    if (rows <= streamed_rows() && !by_tiles<Element>()) {
+        return linear_streams<MATRICES>(x, weights, rows, bundles, use);
+    }
     const bool many = rows > 2 * MOST_ROWS;
     const int64_t rows_at_once = many ? 2 * LANES : MOST_ROWS;
     // Rows that do not fit beside the weights anyway are read less often by more weights at a time.
     const int64_t cached = rows * inputs * (int64_t)sizeof(Element) > 2 * CACHED ? 2 * CACHED : CACHED;
     const int64_t most = std::min<int64_t>(cached / tile_bytes, MOST_TILES) / MATRICES;
-    // Each thread should have some turns, or they would end far apart.
-    const int64_t most_beside = by_tiles<Element>() ? 1 : side_by_side(rows);
-    const int64_t beside = bundles >= TURNS * most_beside * omp_get_num_threads() ? most_beside : 1;
-    const int64_t per_turn = many ? std::max<int64_t>(1, most) : beside;  // bundles
+    const int64_t per_turn = many ? std::max<int64_t>(1, most) : 1;  // bundles
     const int64_t at_once = inputs_at_once<Element>(rows, inputs, many);
     thread_local Scratch scratch;
     Sums(*const sums)[MATRICES] = (Sums(*)[MATRICES])scratch.get<Sums>(per_turn * MATRICES);
     const Tiles tiles;
-    constexpr int64_t NOTHING = -1;
+    constexpr int64_t NONE = -1;
     // The turn of the bundles from `begin`; the one from `next` comes after it.
     const auto compute = [&](int64_t begin, int64_t next) {
         const int64_t end = std::min(begin + per_turn, bundles);
@@ -464,7 +546,7 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
             if (span.end < inputs) return weights.tile(index - 1) + span.end * TILE;
             const bool cut = span.begin > 0;
             if (!cut && index < end * MATRICES) return weights.tile(index);
-            if (next == NOTHING) return nullptr;
+            if (next == NONE) return nullptr;
             return weights.tile(next * MATRICES + (cut ? index - 1 - begin * MATRICES : 0));
         };
         for (int64_t row = 0; row < rows; row += rows_at_once) {
@@ -472,33 +554,26 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
             const bool last = row + rows_at_once >= rows;
             for (int64_t input = 0; input < inputs; input += at_once) {
                 const Span span = {input, std::min(input + at_once, inputs)};
-                for (int64_t index = begin * MATRICES; index < end * MATRICES;) {
-                    const int64_t tiles = index + beside <= end * MATRICES ? beside : 1;
-                    const Neighbours<Element> neighbours = {weights.tile(index), inputs * TILE, tiles};
-                    Sums* const own = sums[0] + (index - begin * MATRICES);
-                    index += tiles;
-                    multiply(x, neighbours, span, row, count, own, last ? after(span, index) : nullptr);
+                for (int64_t index = begin * MATRICES; index < end * MATRICES; ++index) {
+                    Sums& own = sums[0][index - begin * MATRICES];
+                    multiply(x, weights.tile(index), span, row, count, own, last ? after(span, index + 1) : nullptr);
                 }
             }
             for (int64_t index = begin; index < end; ++index) {
-                Sums* const own = sums[index - begin];
-                for (int i = 0; i < MATRICES; ++i) scale(own[i], count, weights, index * MATRICES + i);
-                for (int64_t i = 0; i < count; ++i) {
-                    const float* parts[MATRICES];
-                    for (int j = 0; j < MATRICES; ++j) parts[j] = own[j].at[i];
-                    use(index * MATRICES * TILE, row + i, parts);
-                }
+                Sums* own[MATRICES];
+                for (int i = 0; i < MATRICES; ++i) own[i] = &sums[index - begin][i];
+                use_bundle<MATRICES>(weights, index, row, count, own, use);
             }
         }
     };
     // A thread takes its next turn before it begins with the one that it holds.
-    int64_t held = NOTHING;
+    int64_t held = NONE;
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t begin = 0; begin < bundles; begin += per_turn) {
-        if (held != NOTHING) compute(held, begin);
+        if (held != NONE) compute(held, begin);
         held = begin;
     }
-    if (held != NOTHING) compute(held, NOTHING);
+    if (held != NONE) compute(held, NONE);
 #pragma omp barrier
 }
 
