@@ -22,7 +22,8 @@ namespace attention {
 
 constexpr int64_t CHUNK = 8;                  // groups of 16 positions
 constexpr int64_t POSITIONS = CHUNK * LANES;  // of a chunk
-constexpr int64_t QUERIES = 64;               // that meet a chunk while it is in the cache
+constexpr int64_t QUERIES = 64;               // of a head that meet a chunk while it is in the cache
+constexpr int64_t MOST_HEADS = 8;             // that are computed together
 constexpr int64_t ROWS = 4;                   // of a product, at most
 constexpr int REGISTERS = LANES / REGISTER_LANES;
 #if defined(__AVX512F__)
@@ -74,12 +75,17 @@ inline void store_weights(T* to, Floats x) {
 
 // ---- Memory ----
 
-// What is read next, fetched into the second cache a little at a time, between products: asked for at once, it would
-// hold up what stands behind. Pages lie too far apart for the prefetcher of the memory, and tile loads do not wake it.
+// What is read next, fetched a little at a time, between products, in the order of memory: asked for at once, it would hold
+// up what stands behind. Blocks lie too far apart for the prefetcher of the memory, and tile loads do not wake it.
 class Ahead {
 public:
     void add(const void* begin, int64_t bytes) {
-        spans_[count_++] = {(const char*)begin, (const char*)begin + bytes};
+        const Span span = {(const char*)begin, (const char*)begin + bytes};
+        if (count_ > 0 && spans_[count_ - 1].end == span.begin) {
+            spans_[count_ - 1].end = span.end;
+        } else {
+            spans_[count_++] = span;
+        }
         lines_ += bytes / 64;
     }
 
@@ -99,18 +105,22 @@ public:
 #pragma GCC unroll 8
         for (int line = 0; line < LINES; ++line) {
             // The compiler leaves out functions that do nothing but __builtin_prefetch.
+#ifdef AMX
             asm volatile("prefetcht1 %0" ::"m"(span.begin[64 * line]));
+#else
+            asm volatile("prefetcht2 %0" ::"m"(span.begin[64 * line]));
+#endif
         }
         span.begin += 64 * LINES;
         if (span.begin >= span.end) ++next_;
     }
 
 private:
-    static constexpr int FEW = 4;  // lines between products of vectors; 2 are slower, 8 with several rows
+    static constexpr int FEW = 4;  // lines between products of vectors; 2 are slower
     struct Span {
         const char *begin, *end;
     };
-    Span spans_[2 * CHUNK];
+    Span spans_[2 * CHUNK * MOST_HEADS];
     int count_ = 0, next_ = 0;
     int64_t lines_ = 0, apart_ = 1, left_ = 1;
 };
@@ -140,20 +150,24 @@ void multiply_rows(Rows<float> out, Rows<const X> left, const Panels<At>& right,
     const X* rows[ROWS];
     for (int i = 0; i < ROWS; ++i) rows[i] = left.data + i * left.stride;
     Register sums[N][ROWS][REGISTERS] = {};
-    int64_t at = 0;
+    int64_t k = 0;
     for (int64_t part = 0; part < right.parts; ++part) {
         const T* panels[N];
         for (int n = 0; n < N; ++n) panels[n] = right.at(first + n, part);
-        for (int64_t k = 0; k < right.pairs; ++k, at += PAIR<T>) {
+        for (int64_t pair = 0; pair < right.pairs; ++pair, k += PAIR<T>) {
             ahead.step();
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) step(sums[n], panels[n] + k * right.stride, rows, at);
+            for (int n = 0; n < N; ++n) step(sums[n], panels[n] + pair * right.stride, rows, k);
         }
     }
-    for (int i = 0; i < ROWS; ++i) {
-        float* const to = out.data + i * out.stride + first * LANES;
-        for (int n = 0; n < N; ++n) {
-            for (int j = 0; j < REGISTERS; ++j) store_register(to + n * LANES + j * REGISTER_LANES, sums[n][i][j]);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 4
+        for (int i = 0; i < ROWS; ++i) {
+#pragma GCC unroll 4
+            for (int j = 0; j < REGISTERS; ++j) {
+                store_register(out.data + i * out.stride + (first + n) * LANES + j * REGISTER_LANES, sums[n][i][j]);
+            }
         }
     }
 }
@@ -245,6 +259,10 @@ private:
         const T *query, *keys, *values;
     };
 
+    struct Range {
+        int64_t first, count;
+    };
+
     // What is computed together: consecutive rows of one sequence, with the query heads of some KV heads, which lie side
     // by side in the pages. The first row sees `visible` positions, each next one more.
     struct Piece {
@@ -285,30 +303,44 @@ private:
         Softmax* softmax;
     };
 
-    // This thread's, for one piece at a time. Scores, weights and means are of 16 queries and one chunk.
+    // Of 16 queries of one KV head and one chunk.
+    struct Work {
+        T* values;  // copies of some
+        Activation<T>* weights;
+        float *scores, *means;
+    };
+
+    // This thread's, for one piece at a time.
     struct Memory {
-        T* values;
-        Activation<T>*queries, *weights;
-        float *sums, *scores, *means;
+        Activation<T>* queries;
+        float* sums;
         Softmax* softmax;
+        Work first;
         int64_t padded, head_dim, width;
 
-        // `padded` queries of each head.
-        Memory(int64_t heads, int64_t padded, int64_t head_dim, int64_t width)
+        // `padded` queries of each head, of which so many are computed together.
+        Memory(int64_t heads, int64_t padded, int64_t together, int64_t head_dim, int64_t width)
             : padded(padded), head_dim(head_dim), width(width) {
             thread_local Scratch scratch[7];
             queries = scratch[0].get<Activation<T>>(heads * padded * head_dim);
-            values = scratch[1].get<T>(attention::POSITIONS * width);
-            weights = scratch[2].get<Activation<T>>(LANES * attention::POSITIONS);
-            sums = scratch[3].get<float>(heads * padded * width);
-            scores = scratch[4].get<float>(LANES * attention::POSITIONS);
-            means = scratch[5].get<float>(LANES * width);
-            softmax = scratch[6].get<Softmax>(heads * padded / LANES);
+            sums = scratch[1].get<float>(heads * padded * width);
+            softmax = scratch[2].get<Softmax>(heads * padded / LANES);
+            first.values = scratch[3].get<T>(together * attention::POSITIONS * width);
+            first.weights = scratch[4].get<Activation<T>>(together * LANES * attention::POSITIONS);
+            first.scores = scratch[5].get<float>(together * LANES * attention::POSITIONS);
+            first.means = scratch[6].get<float>(together * LANES * width);
         }
 
         State state(int64_t head) const {
             const int64_t first = head * padded;
             return {queries + first * head_dim, sums + first * width, softmax + first / LANES};
+        }
+
+        // Of a head among those that are computed together.
+        Work work(int64_t index) const {
+            const int64_t size = index * LANES * attention::POSITIONS;
+            return {first.values + index * attention::POSITIONS * width, first.weights + size, first.scores + size,
+                    first.means + index * LANES * width};
         }
     };
 
@@ -319,7 +351,8 @@ private:
         const int64_t begin = batch.query_starts[sequence], end = batch.query_starts[sequence + 1];
         if (begin == end) return;
         const int64_t queries = round_up(std::min(most, end - begin) * sharing_, LANES);
-        const int64_t heads = std::clamp<int64_t>(attention::QUERIES / queries, 1, most_heads);
+        const int64_t many = tiles_ ? attention::QUERIES : attention::MOST_HEADS * LANES;
+        const int64_t heads = std::clamp<int64_t>(many / queries, 1, std::min(most_heads, attention::MOST_HEADS));
         for (int64_t head = 0; head < pages_.num_kv_heads; head += heads) {
             for (int64_t row = begin; row < end; row += most) {
                 const int64_t visible = batch.context_lens[sequence] - (end - 1 - row);
@@ -334,45 +367,53 @@ private:
 #ifdef AMX
         const Tiles tiles(attention::shapes(std::min<int64_t>(LANES, queries)));
 #endif
-        const Memory memory(piece.heads, round_up(queries, LANES), pages_.head_dim, width_);
+        const int64_t together = tiles_ ? 1 : piece.heads;
+        const Memory memory(piece.heads, round_up(queries, LANES), together, pages_.head_dim, width_);
         for (int64_t head = 0; head < piece.heads; ++head) begin(memory.state(head), layer, piece, head);
-        Chunk next = find(layer, piece, 0, 0, groups);
         for (int64_t first = 0; first < groups; first += attention::CHUNK) {
-            for (int64_t head = 0; head < piece.heads; ++head) {
-                Chunk chunk = next;
-                const bool last = head + 1 == piece.heads;
-                next = find(layer, piece, last ? 0 : head + 1, last ? first + attention::CHUNK : first, groups);
-                if (!copy_values(memory.values, chunk, piece)) return attend_one_by_one(layer, piece);
-                attention::Ahead ahead = lines(next);
-                ahead.spread(steps(chunk, queries));
+            for (int64_t head = 0; head < piece.heads; head += together) {
+                Chunk chunks[attention::MOST_HEADS];
+                for (int64_t i = 0; i < together; ++i) {
+                    chunks[i] = find(layer, piece, head + i, first, groups);
+                    if (!copy_values(memory.work(i).values, chunks[i], piece)) return attend_one_by_one(layer, piece);
+                }
+                const bool last = head + together == piece.heads;
+                const Range next = {last ? 0 : head + together, together};
+                attention::Ahead ahead = lines(layer, piece, next, last ? first + attention::CHUNK : first, groups);
+                ahead.spread(steps(chunks[0].count, queries) * together);
                 for (int64_t query = 0; query < queries; query += LANES) {
                     const int64_t count = std::min<int64_t>(LANES, queries - query);
-                    add(memory, memory.state(head), chunk, piece, query, count, ahead);
+                    add(memory, {head, together}, chunks, piece, {query, count}, ahead);
                 }
             }
         }
         for (int64_t head = 0; head < piece.heads; ++head) finish(memory.state(head), layer, piece, head);
     }
 
-    // That vectors take to multiply queries by a chunk's keys, and their weights by its values.
-    int64_t steps(const Chunk& chunk, int64_t queries) const {
+    // That vectors take to multiply queries by the keys of `count` groups, and their weights by the values.
+    int64_t steps(int64_t count, int64_t queries) const {
         const auto of = [&](int64_t rows) {
             const int64_t at_once = attention::panels_at_once(rows);
             const auto turns = [=](int64_t panels) {
                 return at_once == 1 ? panels : panels / attention::PANELS + panels % attention::PANELS;
             };
-            const int64_t keys = turns(chunk.count) * pages_.head_dim / PAIR<T>;
-            return keys + turns(width_ / LANES) * chunk.count * LANES / PAIR<T>;
+            return turns(count) * pages_.head_dim / PAIR<T> + turns(width_ / LANES) * count * LANES / PAIR<T>;
         };
         const int64_t left = queries % attention::ROWS;
         return queries / attention::ROWS * of(attention::ROWS) + (left ? of(left) : 0);
     }
 
-    attention::Ahead lines(const Chunk& chunk) const {
+    // Keys and values of some heads from group `first` on, as they lie in memory.
+    attention::Ahead lines(const Layer& layer, const Piece& piece, Range heads, int64_t first, int64_t groups) const {
+        Chunk chunks[attention::MOST_HEADS];
+        for (int64_t i = 0; i < heads.count; ++i) chunks[i] = find(layer, piece, heads.first + i, first, groups);
         const int64_t bytes = pages_.group_elements() * sizeof(T);
         attention::Ahead ahead;
-        for (int64_t g = 0; g < chunk.count; ++g) ahead.add(chunk.groups[g].keys, bytes);
-        for (int64_t g = 0; g < chunk.count; ++g) ahead.add(chunk.groups[g].values, bytes);
+        for (const auto part : {&Group::keys, &Group::values}) {
+            for (int64_t g = 0; g < chunks[0].count; ++g) {
+                for (int64_t i = 0; i < heads.count; ++i) ahead.add(chunks[i].groups[g].*part, bytes);
+            }
+        }
         return ahead;
     }
 
@@ -446,55 +487,75 @@ private:
         return !any(infinite);
     }
 
-    // One chunk for `count` queries from `query`.
-    void add(const Memory& memory, const State& state, const Chunk& chunk, const Piece& piece, int64_t query,
-             int64_t count, attention::Ahead& ahead) const {
-        const attention::Rows<const Activation<T>> queries = {state.queries + query * pages_.head_dim, pages_.head_dim};
-        const attention::Panels keys = {1, pages_.head_dim / PAIR<T>, PIECE<T>,
-                                        [&](int64_t group, int64_t) { return chunk.groups[group].keys; }};
-        multiply<16>(memory.scores, attention::POSITIONS, queries, count, keys, chunk.count, ahead);
-        const Floats correction = weigh(memory, state.softmax[query / LANES], chunk, piece, query, count);
-        const attention::Rows<const Activation<T>> weights = {memory.weights, attention::POSITIONS};
-        const attention::Panels values = {
-            chunk.count, LANES / PAIR<T>, width_ * PAIR<T>,
-            [&](int64_t column, int64_t group) { return chunk.groups[group].values + column * PIECE<T>; }};
-        multiply<8>(memory.means, width_, weights, count, values, width_ / LANES, ahead);
-        for (int64_t i = 0; i < count; ++i) {
-            float* const sums = state.sums + (query + i) * width_;
-            for (int64_t d = 0; d < width_; d += LANES) {
-                store(sums + d, fused(load(sums + d), all(correction[i]), load(memory.means + i * width_ + d)));
+    // One chunk of each of some heads, for 16 queries at most. Where several heads are computed together, they take turns
+    // while the pages are read, which hold them side by side: so memory is read in few long stretches.
+    void add(const Memory& memory, Range heads, const Chunk* chunks, const Piece& piece, Range queries,
+             attention::Ahead& ahead) const {
+        const int64_t groups = chunks[0].count;
+        for (int64_t first = 0; first < groups; first += attention::PANELS) {
+            const Range panels = {first, std::min<int64_t>(attention::PANELS, groups - first)};
+            for (int64_t i = 0; i < heads.count; ++i) {
+                const State state = memory.state(heads.first + i);
+                const attention::Rows<const Activation<T>> left = {state.queries + queries.first * pages_.head_dim,
+                                                                   pages_.head_dim};
+                const attention::Panels keys = {1, pages_.head_dim / PAIR<T>, PIECE<T>,
+                                                [&](int64_t group, int64_t) { return chunks[i].groups[group].keys; }};
+                const attention::Rows<float> scores = {memory.work(i).scores, attention::POSITIONS};
+                multiply<16>(scores, left, queries.count, keys, panels, ahead);
+            }
+        }
+        Floats corrections[attention::MOST_HEADS];
+        for (int64_t i = 0; i < heads.count; ++i) {
+            Softmax& softmax = memory.state(heads.first + i).softmax[queries.first / LANES];
+            corrections[i] = weigh(memory.work(i), softmax, chunks[i], piece, queries);
+        }
+        for (int64_t i = 0; i < heads.count; ++i) {
+            const Work work = memory.work(i);
+            const attention::Rows<const Activation<T>> left = {work.weights, attention::POSITIONS};
+            const attention::Panels values = {
+                groups, LANES / PAIR<T>, width_ * PAIR<T>,
+                [&](int64_t column, int64_t group) { return chunks[i].groups[group].values + column * PIECE<T>; }};
+            multiply<8>({work.means, width_}, left, queries.count, values, {0, width_ / LANES}, ahead);
+        }
+        for (int64_t i = 0; i < heads.count; ++i) {
+            const float* const means = memory.work(i).means;
+            for (int64_t query = 0; query < queries.count; ++query) {
+                float* const sums = memory.state(heads.first + i).sums + (queries.first + query) * width_;
+                for (int64_t d = 0; d < width_; d += LANES) {
+                    store(sums + d, fused(load(sums + d), all(corrections[i][query]), load(means + query * width_ + d)));
+                }
             }
         }
     }
 
-    // `panels` panels of out = left * right; on tiles, of so many pairs, for every number of rows, or their bits would
-    // differ.
+    // Some panels of out = left * right; on tiles, of so many pairs, for every number of rows, or their bits would differ.
     template <int PAIRS, class At>
-    void multiply(float* out, int64_t out_stride, attention::Rows<const Activation<T>> left, int64_t rows,
-                  const attention::Panels<At>& right, int64_t panels, attention::Ahead& ahead) const {
+    void multiply(attention::Rows<float> out, attention::Rows<const Activation<T>> left, int64_t rows,
+                  const attention::Panels<At>& right, Range panels, attention::Ahead& ahead) const {
         const auto some = [&](auto count, int64_t first) {
             constexpr int N = decltype(count)::value;
 #ifdef AMX
             if constexpr (std::is_same_v<T, bfloat16>) {
                 constexpr auto SEQUENCE = std::make_integer_sequence<int, N>();
-                if (tiles_) return attention::multiply_tiles<PAIRS>(SEQUENCE, {out, out_stride}, left, right, first, ahead);
+                if (tiles_) return attention::multiply_tiles<PAIRS>(SEQUENCE, out, left, right, first, ahead);
             }
 #endif
-            attention::multiply<N, T>({out, out_stride}, left, rows, right, first, ahead);
+            attention::multiply<N, T>(out, left, rows, right, first, ahead);
         };
         constexpr int MOST = attention::PANELS;
-        int64_t first = 0;
-        for (; first + MOST <= panels; first += MOST) some(std::integral_constant<int, MOST>(), first);
-        for (; first < panels; ++first) some(std::integral_constant<int, 1>(), first);
+        const int64_t end = panels.first + panels.count;
+        int64_t first = panels.first;
+        for (; first + MOST <= end; first += MOST) some(std::integral_constant<int, MOST>(), first);
+        for (; first < end; ++first) some(std::integral_constant<int, 1>(), first);
     }
 
     // Weights from scores, which are overwritten; returns what earlier sums of each query must be multiplied by.
-    Floats weigh(const Memory& memory, Softmax& state, const Chunk& chunk, const Piece& piece, int64_t query,
-                 int64_t count) const {
+    Floats weigh(const Work& work, Softmax& state, const Chunk& chunk, const Piece& piece, Range queries) const {
+        const int64_t query = queries.first, count = queries.count;
         const bool all_seen = chunk.all_seen(piece.visible + query / sharing_);
         Floats largest = {};
         for (int64_t i = 0; i < count; ++i) {
-            float* const scores = memory.scores + i * attention::POSITIONS;
+            float* const scores = work.scores + i * attention::POSITIONS;
             if (!all_seen) hide(scores, chunk, piece.visible + (query + i) / sharing_);
             Floats most = all(-INFINITY);
             for (int64_t g = 0; g < chunk.count; ++g) {
@@ -508,8 +569,8 @@ private:
         const Floats correction = powers_of_two(state.base - base);
         state.base = base;
         for (int64_t i = 0; i < count; ++i) {
-            const float* const scores = memory.scores + i * attention::POSITIONS;
-            Activation<T>* const weights = memory.weights + i * attention::POSITIONS;
+            const float* const scores = work.scores + i * attention::POSITIONS;
+            Activation<T>* const weights = work.weights + i * attention::POSITIONS;
             for (int64_t g = 0; g < chunk.count; ++g) {
                 const Floats power = fused(load(scores + g * LANES), all(scale_), all(-base[i]));
                 attention::store_weights(weights + g * LANES, powers_of_two(power));

@@ -451,7 +451,8 @@ constexpr auto streams_by_rows(std::integer_sequence<int, COUNT...>) {
         multiply_streams<COUNT + 1, TILES, Input, Element>...};
 }
 
-// Cuts bundles into turns: a share of what is left each time, so that turns are long, and yet all threads end together.
+// Cuts bundles into turns: a share of what is left each time, so that turns are long, and yet all threads end together
+// (guided self-scheduling; Polychronopoulos and Kuck, 1987).
 class Turns {
 public:
     Turns(int64_t bundles, int64_t threads) : bundles_(bundles), threads_(threads) {}
@@ -471,10 +472,9 @@ public:
 private:
     int64_t length(int64_t begin) const {
         const int64_t left = bundles_ - begin;
-        return std::min(left, round_up(ceil_div(left, SHARES * threads_), STREAMS));
+        return std::min(left, round_up(ceil_div(left, threads_), STREAMS));
     }
 
-    static constexpr int64_t SHARES = 2;  // for every thread, of what is left
     int64_t bundles_, threads_, begin_ = 0, index_ = 0;
 };
 
