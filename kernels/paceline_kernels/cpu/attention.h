@@ -120,7 +120,7 @@ private:
     struct Span {
         const char *begin, *end;
     };
-    Span spans_[2 * CHUNK * MOST_HEADS];
+    Span spans_[CHUNK * MOST_HEADS];
     int count_ = 0, next_ = 0;
     int64_t lines_ = 0, apart_ = 1, left_ = 1;
 };
@@ -249,8 +249,15 @@ public:
     // but its padding is written.
     void operator()(const Tiled<Activation<T>>& out, const T* query, const T* keys, const T* values) const {
         const Layer layer = {out, query, keys, values};
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < pieces_.size(); ++i) attend(layer, pieces_[i]);
+        // A thread takes its next piece before it begins with the one that it holds.
+        const Piece* held = nullptr;
+#pragma omp for schedule(dynamic, 1) nowait
+        for (size_t i = 0; i < pieces_.size(); ++i) {
+            if (held) attend(layer, *held, &pieces_[i]);
+            held = &pieces_[i];
+        }
+        if (held) attend(layer, *held, nullptr);
+#pragma omp barrier
     }
 
 private:
@@ -281,9 +288,16 @@ private:
         int64_t seen(int64_t visible) const { return std::clamp<int64_t>(visible - begin, 0, count); }
     };
 
+    // Of one head; those of the next heads lie `head_elements` apart.
     struct Chunk {
         int64_t count = 0;
         Group groups[attention::CHUNK];
+
+        Chunk moved(int64_t elements) const {
+            Chunk chunk = *this;
+            for (Group& group : chunk.groups) group.keys += elements, group.values += elements;
+            return chunk;
+        }
 
         bool all_seen(int64_t visible) const {
             return std::all_of(groups, groups + count, [=](const Group& it) { return it.seen(visible) == LANES; });
@@ -296,7 +310,7 @@ private:
         float totals[LANES][LANES];  // of a query, by lane
     };
 
-    // Of the queries of one KV head, padded to a multiple of 16: query i is head i % sharing of row i / sharing.
+    // Of the queries of one KV head: query i is head i % sharing of row i / sharing.
     struct State {
         Activation<T>* queries;
         float* sums;
@@ -310,21 +324,26 @@ private:
         float *scores, *means;
     };
 
+    // What is fetched while keys are multiplied, and while values are.
+    struct Fetched {
+        attention::Ahead values, keys;
+    };
+
     // This thread's, for one piece at a time.
     struct Memory {
         Activation<T>* queries;
         float* sums;
         Softmax* softmax;
         Work first;
-        int64_t padded, head_dim, width;
+        int64_t room, head_dim, width;
 
-        // `padded` queries of each head, of which so many are computed together.
-        Memory(int64_t heads, int64_t padded, int64_t together, int64_t head_dim, int64_t width)
-            : padded(padded), head_dim(head_dim), width(width) {
+        // For queries of each head, of which so many are computed together.
+        Memory(int64_t heads, int64_t room, int64_t together, int64_t head_dim, int64_t width)
+            : room(room), head_dim(head_dim), width(width) {
             thread_local Scratch scratch[7];
-            queries = scratch[0].get<Activation<T>>(heads * padded * head_dim);
-            sums = scratch[1].get<float>(heads * padded * width);
-            softmax = scratch[2].get<Softmax>(heads * padded / LANES);
+            queries = scratch[0].get<Activation<T>>(heads * room * head_dim);
+            sums = scratch[1].get<float>(heads * room * width);
+            softmax = scratch[2].get<Softmax>(heads * ceil_div(room, LANES));
             first.values = scratch[3].get<T>(together * attention::POSITIONS * width);
             first.weights = scratch[4].get<Activation<T>>(together * LANES * attention::POSITIONS);
             first.scores = scratch[5].get<float>(together * LANES * attention::POSITIONS);
@@ -332,8 +351,8 @@ private:
         }
 
         State state(int64_t head) const {
-            const int64_t first = head * padded;
-            return {queries + first * head_dim, sums + first * width, softmax + first / LANES};
+            const int64_t first = head * room;
+            return {queries + first * head_dim, sums + first * width, softmax + head * ceil_div(room, LANES)};
         }
 
         // Of a head among those that are computed together.
@@ -362,70 +381,78 @@ private:
         }
     }
 
-    void attend(const Layer& layer, const Piece& piece) const {
+    // `next`, which may be null, is the piece that this thread computes after it. While keys are multiplied, the values of
+    // the same positions are fetched, and meanwhile the keys that come after them.
+    void attend(const Layer& layer, const Piece& piece, const Piece* next) const {
         const int64_t queries = piece.rows * sharing_, groups = groups_until(piece.context() - 1);
 #ifdef AMX
         const Tiles tiles(attention::shapes(std::min<int64_t>(LANES, queries)));
 #endif
         const int64_t together = tiles_ ? 1 : piece.heads;
-        const Memory memory(piece.heads, round_up(queries, LANES), together, pages_.head_dim, width_);
+        const Memory memory(piece.heads, room_for(queries), together, pages_.head_dim, width_);
         for (int64_t head = 0; head < piece.heads; ++head) begin(memory.state(head), layer, piece, head);
+        Chunk current = find(layer, piece, 0);
         for (int64_t first = 0; first < groups; first += attention::CHUNK) {
+            const bool ends = first + attention::CHUNK >= groups;
+            const Piece* const after = ends ? next : &piece;
+            const Chunk following = after ? find(layer, *after, ends ? 0 : first + attention::CHUNK) : Chunk{};
             for (int64_t head = 0; head < piece.heads; head += together) {
                 Chunk chunks[attention::MOST_HEADS];
                 for (int64_t i = 0; i < together; ++i) {
-                    chunks[i] = find(layer, piece, head + i, first, groups);
-                    if (!copy_values(memory.work(i).values, chunks[i], piece)) return attend_one_by_one(layer, piece);
+                    chunks[i] = current.moved((head + i) * head_elements());
+                    if (!copy_values(memory.work(i).values, chunks[i], piece)) {
+                        return attend_one_by_one(layer, piece, next);
+                    }
                 }
-                const bool last = head + together == piece.heads;
-                const Range next = {last ? 0 : head + together, together};
-                attention::Ahead ahead = lines(layer, piece, next, last ? first + attention::CHUNK : first, groups);
-                ahead.spread(steps(chunks[0].count, queries) * together);
+                Fetched fetched;
+                add_lines(fetched.values, current, &Group::values, {head, together});
+                if (head + together < piece.heads) {
+                    add_lines(fetched.keys, current, &Group::keys, {head + together, together});
+                } else if (after) {
+                    add_lines(fetched.keys, following, &Group::keys, {0, std::min(together, after->heads)});
+                }
+                const int64_t at_once = std::min<int64_t>(LANES, queries), pairs = LANES / PAIR<T>;
+                fetched.values.spread(together * steps(at_once, current.count, pages_.head_dim / PAIR<T>));
+                fetched.keys.spread(together * steps(queries, width_ / LANES, current.count * pairs));
                 for (int64_t query = 0; query < queries; query += LANES) {
                     const int64_t count = std::min<int64_t>(LANES, queries - query);
-                    add(memory, {head, together}, chunks, piece, {query, count}, ahead);
+                    add(memory, {head, together}, chunks, piece, {query, count}, fetched);
                 }
             }
+            current = following;
         }
         for (int64_t head = 0; head < piece.heads; ++head) finish(memory.state(head), layer, piece, head);
     }
 
-    // That vectors take to multiply queries by the keys of `count` groups, and their weights by the values.
-    int64_t steps(int64_t count, int64_t queries) const {
-        const auto of = [&](int64_t rows) {
-            const int64_t at_once = attention::panels_at_once(rows);
-            const auto turns = [=](int64_t panels) {
-                return at_once == 1 ? panels : panels / attention::PANELS + panels % attention::PANELS;
-            };
-            return turns(count) * pages_.head_dim / PAIR<T> + turns(width_ / LANES) * count * LANES / PAIR<T>;
+    // That vectors take for so many rows and panels of so many pairs.
+    static int64_t steps(int64_t rows, int64_t panels, int64_t pairs) {
+        const auto of = [&](int64_t some) {
+            if (attention::panels_at_once(some) == 1) return panels * pairs;
+            return (panels / attention::PANELS + panels % attention::PANELS) * pairs;
         };
-        const int64_t left = queries % attention::ROWS;
-        return queries / attention::ROWS * of(attention::ROWS) + (left ? of(left) : 0);
+        const int64_t left = rows % attention::ROWS;
+        return rows / attention::ROWS * of(attention::ROWS) + (left ? of(left) : 0);
     }
 
-    // Keys and values of some heads from group `first` on, as they lie in memory.
-    attention::Ahead lines(const Layer& layer, const Piece& piece, Range heads, int64_t first, int64_t groups) const {
-        Chunk chunks[attention::MOST_HEADS];
-        for (int64_t i = 0; i < heads.count; ++i) chunks[i] = find(layer, piece, heads.first + i, first, groups);
-        const int64_t bytes = pages_.group_elements() * sizeof(T);
-        attention::Ahead ahead;
-        for (const auto part : {&Group::keys, &Group::values}) {
-            for (int64_t g = 0; g < chunks[0].count; ++g) {
-                for (int64_t i = 0; i < heads.count; ++i) ahead.add(chunks[i].groups[g].*part, bytes);
+    // Keys or values of some heads, in the order of memory; the chunk is of the first head of their piece.
+    void add_lines(attention::Ahead& to, const Chunk& chunk, const T* Group::*part, Range heads) const {
+        for (int64_t g = 0; g < chunk.count; ++g) {
+            for (int64_t head = heads.first; head < heads.first + heads.count; ++head) {
+                to.add(chunk.groups[g].*part + head * head_elements(), pages_.group_elements() * sizeof(T));
             }
         }
-        return ahead;
     }
 
     // Alone, a row either sees a value or does not.
-    void attend_one_by_one(const Layer& layer, const Piece& piece) const {
+    void attend_one_by_one(const Layer& layer, const Piece& piece, const Piece* next) const {
         for (int64_t i = 0; i < piece.rows; ++i) {
-            attend(layer, {piece.first_head, piece.heads, piece.first_row + i, 1, piece.visible + i, piece.blocks});
+            const Piece row = {piece.first_head, piece.heads, piece.first_row + i, 1, piece.visible + i, piece.blocks};
+            attend(layer, row, i + 1 == piece.rows ? next : nullptr);
         }
     }
 
     void begin(const State& state, const Layer& layer, const Piece& piece, int64_t head) const {
-        const int64_t size = sharing_ * pages_.head_dim, padded = round_up(piece.rows * sharing_, LANES);
+        const int64_t size = sharing_ * pages_.head_dim, queries = piece.rows * sharing_, padded = room_for(queries);
         for (int64_t i = 0; i < piece.rows; ++i) {
             const int64_t row = piece.first_row + i;
             const T* const from = layer.query + (row * pages_.num_kv_heads + piece.first_head + head) * size;
@@ -433,21 +460,30 @@ private:
         }
         std::fill(state.queries + piece.rows * size, state.queries + padded * pages_.head_dim, Activation<T>{});
         std::fill_n(state.sums, padded * width_, 0.0f);
-        std::fill_n(state.softmax, padded / LANES, Softmax{all(-INFINITY), {}});
+        for (int64_t query = 0; query < queries; query += LANES) {
+            Softmax& softmax = state.softmax[query / LANES];
+            softmax.base = all(-INFINITY);
+            std::fill_n(softmax.totals[0], std::min<int64_t>(LANES, queries - query) * LANES, 0.0f);
+        }
     }
+
+    // Rows that so many queries take: those of whole tiles, on the matrix unit.
+    int64_t room_for(int64_t queries) const { return tiles_ ? round_up(queries, LANES) : queries; }
+
+    int64_t head_elements() const { return pages_.groups() * pages_.group_elements(); }
 
     // Groups up to the one of a position, in the order of positions.
     int64_t groups_until(int64_t position) const {
         return position / pages_.block_size * groups_ + position % pages_.block_size / LANES + 1;
     }
 
-    // Groups from `first`, as many as there are of `groups`.
-    Chunk find(const Layer& layer, const Piece& piece, int64_t head, int64_t first, int64_t groups) const {
-        const int64_t count = std::min(attention::CHUNK, groups - first);
+    // Groups of the first head from `first` on, as many as there are.
+    Chunk find(const Layer& layer, const Piece& piece, int64_t first) const {
+        const int64_t count = std::min(attention::CHUNK, groups_until(piece.context() - 1) - first);
         Chunk chunk;
         int64_t block = first / groups_, offset = first % groups_ * LANES;
         while (chunk.count < count) {
-            const int64_t at = pages_.group(piece.blocks[block], piece.first_head + head, offset);
+            const int64_t at = pages_.group(piece.blocks[block], piece.first_head, offset);
             chunk.groups[chunk.count++] = {layer.keys + at, layer.values + at, block * pages_.block_size + offset,
                                            std::min<int64_t>(LANES, pages_.block_size - offset)};
             offset += LANES;
@@ -490,7 +526,7 @@ private:
     // One chunk of each of some heads, for 16 queries at most. Where several heads are computed together, they take turns
     // while the pages are read, which hold them side by side: so memory is read in few long stretches.
     void add(const Memory& memory, Range heads, const Chunk* chunks, const Piece& piece, Range queries,
-             attention::Ahead& ahead) const {
+             Fetched& fetched) const {
         const int64_t groups = chunks[0].count;
         for (int64_t first = 0; first < groups; first += attention::PANELS) {
             const Range panels = {first, std::min<int64_t>(attention::PANELS, groups - first)};
@@ -501,7 +537,7 @@ private:
                 const attention::Panels keys = {1, pages_.head_dim / PAIR<T>, PIECE<T>,
                                                 [&](int64_t group, int64_t) { return chunks[i].groups[group].keys; }};
                 const attention::Rows<float> scores = {memory.work(i).scores, attention::POSITIONS};
-                multiply<16>(scores, left, queries.count, keys, panels, ahead);
+                multiply<16>(scores, left, queries.count, keys, panels, fetched.values);
             }
         }
         Floats corrections[attention::MOST_HEADS];
@@ -515,7 +551,7 @@ private:
             const attention::Panels values = {
                 groups, LANES / PAIR<T>, width_ * PAIR<T>,
                 [&](int64_t column, int64_t group) { return chunks[i].groups[group].values + column * PIECE<T>; }};
-            multiply<8>({work.means, width_}, left, queries.count, values, {0, width_ / LANES}, ahead);
+            multiply<8>({work.means, width_}, left, queries.count, values, {0, width_ / LANES}, fetched.keys);
         }
         for (int64_t i = 0; i < heads.count; ++i) {
             const float* const means = memory.work(i).means;

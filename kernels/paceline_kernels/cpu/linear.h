@@ -100,8 +100,8 @@ constexpr int NEAR = 0;
 constexpr int ALL_LINES = 8;
 
 // Called for every two lines of weights, which are number `index` of four. While a tile is multiplied out of the second
-// cache, the next one comes there: so memory is read evenly, however many rows a tile meets. Without a next one, and for
-// few rows, what is near is fetched. Returns what comes after it.
+// cache, the next one comes there: so memory is read evenly, however many rows a tile meets. Without a next one, what is
+// near is fetched. Returns what comes after it.
 template <int LINES>
 inline const char* fetch(const void* weights, const char* next, int index) {
     if constexpr (LINES == NOTHING) {
@@ -117,17 +117,16 @@ inline const char* fetch(const void* weights, const char* next, int index) {
     }
 }
 
-// Some columns of one or several tiles, which are multiplied together.
+// Some columns of a tile.
 template <class W>
 struct Columns {
     const W* weights;  // of what is multiplied next
-    int64_t apart;     // elements from a tile to the next
     const char* next;  // to be fetched next, if something is
 };
 
 // Adds the products of inputs [begin, end), and goes on with `from` as far.
-template <int LINES, int ROWS, int WIDTH, int TILES, class X, class W, class Sum>
-inline void add_products(Sum (&sums)[TILES][ROWS][WIDTH], const Tiled<X>& x, int64_t row, int64_t begin, int64_t end,
+template <int LINES, int ROWS, int WIDTH, class X, class W, class Sum>
+inline void add_products(Sum (&sums)[ROWS][WIDTH], const Tiled<X>& x, int64_t row, int64_t begin, int64_t end,
                          Columns<W>& from) {
     const X* rows[ROWS];
     for (int i = 0; i < ROWS; ++i) rows[i] = x.at(row + i, begin);
@@ -136,12 +135,8 @@ inline void add_products(Sum (&sums)[TILES][ROWS][WIDTH], const Tiled<X>& x, int
         for (int64_t k = 0; k < PIECE<X>; k += 4 * PAIR<W>) {
 #pragma GCC unroll 4
             for (int index = 0; index < 4; ++index) {
-#pragma GCC unroll 4
-                for (int tile = 0; tile < TILES; ++tile) {
-                    const W* const own = from.weights + tile * from.apart;
-                    from.next = fetch<LINES>(own, from.next, index);
-                    step(sums[tile], own, rows, k + index * PAIR<W>);
-                }
+                from.next = fetch<LINES>(from.weights, from.next, index);
+                step(sums, from.weights, rows, k + index * PAIR<W>);
                 from.weights += 2 * PIECE<W>;
             }
         }
@@ -150,22 +145,16 @@ inline void add_products(Sum (&sums)[TILES][ROWS][WIDTH], const Tiled<X>& x, int
 }
 
 // The sums of some columns, of which `to` is the first: those of a tile stand in [MOST_ROWS][TILE].
-template <int ROWS, int WIDTH, int TILES, int LINES, class X, class W>
+template <int ROWS, int WIDTH, int LINES, class X, class W>
 void multiply_columns(const Tiled<X>& x, Columns<W> from, Span span, int64_t row, float* to) {
-    const auto at = [to](int tile, int i, int column) {
-        return to + (tile * MOST_ROWS + i) * TILE + column * REGISTER_LANES;
-    };
-    Register sums[TILES][ROWS][WIDTH] = {};
-    for (int tile = 0; tile < TILES && span.begin > 0; ++tile) {
-        for (int i = 0; i < ROWS; ++i) {
-            for (int column = 0; column < WIDTH; ++column) sums[tile][i][column] = load_register(at(tile, i, column));
-        }
+    const auto at = [to](int i, int column) { return to + i * TILE + column * REGISTER_LANES; };
+    Register sums[ROWS][WIDTH] = {};
+    for (int i = 0; i < ROWS && span.begin > 0; ++i) {
+        for (int column = 0; column < WIDTH; ++column) sums[i][column] = load_register(at(i, column));
     }
     add_products<LINES>(sums, x, row, span.begin, span.end, from);
-    for (int tile = 0; tile < TILES; ++tile) {
-        for (int i = 0; i < ROWS; ++i) {
-            for (int column = 0; column < WIDTH; ++column) store_register(at(tile, i, column), sums[tile][i][column]);
-        }
+    for (int i = 0; i < ROWS; ++i) {
+        for (int column = 0; column < WIDTH; ++column) store_register(at(i, column), sums[i][column]);
     }
 }
 
@@ -180,29 +169,20 @@ inline void add_group(float* sums, const Integers (&group)[WIDTH], float scale) 
     }
 }
 
-template <int ROWS, int WIDTH, int TILES, int LINES>
+template <int ROWS, int WIDTH, int LINES>
 void multiply_columns(const Packed8::Input& x, Columns<uint8_t> from, Span span, int64_t row, float* to) {
-    const auto at = [to](int tile, int i) { return to + (tile * MOST_ROWS + i) * TILE; };
-    for (int tile = 0; tile < TILES && span.begin == 0; ++tile) {
-        for (int i = 0; i < ROWS; ++i) std::fill_n(at(tile, i), WIDTH * REGISTER_LANES, 0.0f);
-    }
+    for (int i = 0; i < ROWS && span.begin == 0; ++i) std::fill_n(to + i * TILE, WIDTH * REGISTER_LANES, 0.0f);
     for (int64_t group = span.begin / GROUP; group < span.end / GROUP; ++group) {
-        Integers sums[TILES][ROWS][WIDTH];
-#pragma GCC unroll 4
-        for (int tile = 0; tile < TILES; ++tile) {
+        Integers sums[ROWS][WIDTH];
 #pragma GCC unroll 12
-            for (int i = 0; i < ROWS; ++i) {
-                const Integers correction = broadcast(x.corrections[x.index(row + i, group)]);
+        for (int i = 0; i < ROWS; ++i) {
+            const Integers correction = broadcast(x.corrections[x.index(row + i, group)]);
 #pragma GCC unroll 8
-                for (int column = 0; column < WIDTH; ++column) sums[tile][i][column] = correction;
-            }
+            for (int column = 0; column < WIDTH; ++column) sums[i][column] = correction;
         }
         add_products<LINES>(sums, x.values, row, group * GROUP, (group + 1) * GROUP, from);
-#pragma GCC unroll 4
-        for (int tile = 0; tile < TILES; ++tile) {
 #pragma GCC unroll 12
-            for (int i = 0; i < ROWS; ++i) add_group(at(tile, i), sums[tile][i], x.scales[x.index(row + i, group)]);
-        }
+        for (int i = 0; i < ROWS; ++i) add_group(to + i * TILE, sums[i], x.scales[x.index(row + i, group)]);
     }
 }
 
@@ -212,8 +192,8 @@ template <int ROWS, int LINES, int FIRST = 0, class Input, class Element>
 void multiply_rows(const Input& x, const Element* tile, Span span, int64_t row, float* to, const char* next) {
     constexpr int WIDTH = columns_at_once(ROWS);
     constexpr int64_t OUTPUT = FIRST * REGISTER_LANES;
-    const Columns<Element> some = {tile + OUTPUT * PAIR<Element>, 0, next};
-    multiply_columns<ROWS, WIDTH, 1, LINES>(x, some, span, row, to + OUTPUT);
+    const Columns<Element> some = {tile + OUTPUT * PAIR<Element>, next};
+    multiply_columns<ROWS, WIDTH, LINES>(x, some, span, row, to + OUTPUT);
     if constexpr (FIRST + WIDTH < COLUMNS) {
         next += LINES * (span.end - span.begin) * TILE * (int64_t)sizeof(Element) / ALL_LINES;
         multiply_rows<ROWS, LINES, FIRST + WIDTH>(x, tile, span, row, to, next);
@@ -226,8 +206,6 @@ constexpr auto multiply_by_rows(std::integer_sequence<int, COUNT...>) {
     using Multiply = void (*)(const Input&, const Element*, Span, int64_t, float*, const char*);
     return std::array<Multiply, sizeof...(COUNT)>{multiply_rows<COUNT + 1, LINES>...};
 }
-
-constexpr int64_t FEW_ROWS = 2;  // meet a tile faster than it comes: what is near is fetched better than what is far
 
 // The rows in parts of about equal size. `next`, which may be null, is fetched in equal shares by the first of those times
 // that the tile is walked along.
@@ -245,7 +223,7 @@ void multiply_vectors(const Input& x, const Element* tile, Span span, int64_t ro
     const int64_t parts = ceil_div(count, ROWS_AT_ONCE);
     const int64_t walks = COLUMNS / columns_at_once((int)ceil_div(count, parts));  // of a part
     const int halvings = parts * walks >= 4 ? 2 : parts * walks >= 2 ? 1 : 0;       // of the share of a walk
-    const int64_t sharing = next == nullptr || count <= FEW_ROWS ? 0 : (1 << halvings) / walks;
+    const int64_t sharing = next == nullptr ? 0 : (1 << halvings) / walks;
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t first = part * count / parts, last = (part + 1) * count / parts;
         const bool fetches = part < sharing;
@@ -424,32 +402,13 @@ inline void use_bundle(const Weights& weights, int64_t bundle, int64_t row, int6
 
 // ---- Few rows ----
 
-// A tile is met faster than it comes, and nothing counts but how memory is read. CPUs do that best by themselves, in some
-// places at once and far along each of them, and instructions that fetch only hold them up: so a thread walks through
-// STREAMS stretches of memory side by side, tile after tile.
-constexpr int STREAMS = 2;
-
-// The most rows whose sums registers hold for all streams; on the matrix unit, none.
-constexpr int streamed_rows() {
-    int rows = 0;
-    while (fit(rows + 1, STREAMS * COLUMNS)) ++rows;
-    return rows;
-}
-
-template <class Input, class Element>
-using MultiplyStreams = void (*)(const Input&, Columns<Element>, Span, int64_t, float*);
-
-// Tiles that lie `apart` elements from each other; sums are [TILES][MOST_ROWS][TILE].
-template <int ROWS, int TILES, class Input, class Element>
-void multiply_streams(const Input& x, Columns<Element> from, Span span, int64_t row, float* to) {
-    multiply_columns<ROWS, COLUMNS, TILES, NOTHING>(x, from, span, row, to);
-}
-
-template <int TILES, class Input, class Element, int... COUNT>
-constexpr auto streams_by_rows(std::integer_sequence<int, COUNT...>) {
-    return std::array<MultiplyStreams<Input, Element>, sizeof...(COUNT)>{
-        multiply_streams<COUNT + 1, TILES, Input, Element>...};
-}
+// So many rows meet a tile faster than it comes. Nothing counts then but how memory is read, and CPUs do that best by
+// themselves, far along one stretch: instructions that fetch only hold them up.
+#if defined(__AVX512F__)
+constexpr int FEW_ROWS = 8;
+#else
+constexpr int FEW_ROWS = 2;
+#endif
 
 // Cuts bundles into turns: a share of what is left each time, so that turns are long, and yet all threads end together
 // (guided self-scheduling; Polychronopoulos and Kuck, 1987).
@@ -472,7 +431,7 @@ public:
 private:
     int64_t length(int64_t begin) const {
         const int64_t left = bundles_ - begin;
-        return std::min(left, round_up(ceil_div(left, threads_), STREAMS));
+        return std::min(left, ceil_div(left, threads_));
     }
 
     int64_t bundles_, threads_, begin_ = 0, index_ = 0;
@@ -480,35 +439,25 @@ private:
 
 // `linear` for few rows.
 template <int MATRICES, class Weights, class Use>
-void linear_streams(const typename Weights::Input& x, const Weights& weights, int64_t rows, int64_t bundles,
-                    const Use& use) {
-    using Input = typename Weights::Input;
-    using Element = typename Weights::Element;
-    constexpr auto COUNTS = std::make_integer_sequence<int, streamed_rows()>();
-    static constexpr auto all = streams_by_rows<STREAMS, Input, Element>(COUNTS);
-    static constexpr auto single = streams_by_rows<1, Input, Element>(COUNTS);
+void linear_few(const typename Weights::Input& x, const Weights& weights, int64_t rows, int64_t bundles,
+                const Use& use) {
+    constexpr auto COUNTS = std::make_integer_sequence<int, FEW_ROWS>();
+    static constexpr auto by_rows = multiply_by_rows<typename Weights::Input, typename Weights::Element, NOTHING>(COUNTS);
     const Span span = {0, Weights::padded(weights.inputs)};
-    thread_local Sums sums[MATRICES][STREAMS];
-    // The bundles at `begin` and, if there are several streams, every `apart` behind it.
-    const auto compute = [&](const auto& by_rows, int streams, int64_t begin, int64_t apart) {
-        const int64_t elements = apart * MATRICES * span.end * TILE;
-        for (int i = 0; i < MATRICES; ++i) {
-            by_rows[rows - 1](x, {weights.tile(begin * MATRICES + i), elements, nullptr}, span, 0, sums[i][0].at[0]);
-        }
-        for (int stream = 0; stream < streams; ++stream) {
-            Sums* own[MATRICES];
-            for (int i = 0; i < MATRICES; ++i) own[i] = &sums[i][stream];
-            use_bundle<MATRICES>(weights, begin + stream * apart, 0, rows, own, use);
-        }
-    };
+    thread_local Sums sums[MATRICES];
+    Sums* all[MATRICES];
+    for (int i = 0; i < MATRICES; ++i) all[i] = &sums[i];
     Turns turns(bundles, omp_get_num_threads());
     const int64_t count = turns.count();
 #pragma omp for schedule(dynamic, 1)
     for (int64_t index = 0; index < count; ++index) {
         const Span turn = turns.turn(index);
-        const int64_t apart = (turn.end - turn.begin) / STREAMS;
-        for (int64_t i = 0; i < apart; ++i) compute(all, STREAMS, turn.begin + i, apart);
-        for (int64_t i = turn.begin + STREAMS * apart; i < turn.end; ++i) compute(single, 1, i, 0);
+        for (int64_t bundle = turn.begin; bundle < turn.end; ++bundle) {
+            for (int i = 0; i < MATRICES; ++i) {
+                by_rows[rows - 1](x, weights.tile(bundle * MATRICES + i), span, 0, sums[i].at[0], nullptr);
+            }
+            use_bundle<MATRICES>(weights, bundle, 0, rows, all, use);
+        }
     }
 }
 
@@ -523,9 +472,7 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
     if (rows == 0) return;  // a step may sample nothing
     const int64_t inputs = Weights::padded(weights.inputs), tile_bytes = inputs * TILE * sizeof(Element);
     const int64_t bundles = ceil_div(weights.outputs, TILE * MATRICES);
-    if (rows <= streamed_rows() && !by_tiles<Element>()) {
-        return linear_streams<MATRICES>(x, weights, rows, bundles, use);
-    }
+    if (rows <= FEW_ROWS && !by_tiles<Element>()) return linear_few<MATRICES>(x, weights, rows, bundles, use);
     const bool many = rows > 2 * MOST_ROWS;
     const int64_t rows_at_once = many ? 2 * LANES : MOST_ROWS;
     // Rows that do not fit beside the weights anyway are read less often by more weights at a time.
