@@ -10,6 +10,8 @@
 // nobody sees are therefore left out, and rows are computed one by one where a value that only some see is not finite.
 #pragma once
 
+#include <omp.h>
+
 #include <cmath>
 #include <type_traits>
 #include <utility>
@@ -249,11 +251,13 @@ public:
     // but its padding is written.
     void operator()(const Tiled<Activation<T>>& out, const T* query, const T* keys, const T* values) const {
         const Layer layer = {out, query, keys, values};
-        // A thread takes its next piece before it begins with the one that it holds.
-        const Piece* held = nullptr;
+        // A thread begins with the same piece in every layer and step, whose pages its core may have in a cache. It takes
+        // its next one before it computes the one that it holds.
+        const size_t own = omp_get_thread_num();
+        const Piece* held = own < pieces_.size() ? &pieces_[own] : nullptr;
 #pragma omp for schedule(dynamic, 1) nowait
-        for (size_t i = 0; i < pieces_.size(); ++i) {
-            if (held) attend(layer, *held, &pieces_[i]);
+        for (size_t i = omp_get_num_threads(); i < pieces_.size(); ++i) {
+            attend(layer, *held, &pieces_[i]);
             held = &pieces_[i];
         }
         if (held) attend(layer, *held, nullptr);
