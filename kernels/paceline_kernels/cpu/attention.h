@@ -77,8 +77,8 @@ inline void store_weights(T* to, Floats x) {
 
 // ---- Memory ----
 
-// What is read next, fetched a little at a time, between products, in the order of memory: asked for at once, it would hold
-// up what stands behind. Blocks lie too far apart for the prefetcher of the memory, and tile loads do not wake it.
+// What is read next, fetched a little at a time, between products, in the order of memory: asked for at once, it would
+// hold up what stands behind. Blocks lie too far apart for the prefetcher of the memory, and tile loads do not wake it.
 class Ahead {
 public:
     void add(const void* begin, int64_t bytes) {
@@ -107,10 +107,12 @@ public:
 #pragma GCC unroll 8
         for (int line = 0; line < LINES; ++line) {
             // The compiler leaves out functions that do nothing but __builtin_prefetch.
-#ifdef AMX
+#if defined(AMX)
             asm volatile("prefetcht1 %0" ::"m"(span.begin[64 * line]));
-#else
+#elif defined(__x86_64__)
             asm volatile("prefetcht2 %0" ::"m"(span.begin[64 * line]));
+#else
+            __builtin_prefetch(span.begin + 64 * line, 0, 1);
 #endif
         }
         span.begin += 64 * LINES;
@@ -299,7 +301,7 @@ private:
 
         Chunk moved(int64_t elements) const {
             Chunk chunk = *this;
-            for (Group& group : chunk.groups) group.keys += elements, group.values += elements;
+            for (int64_t g = 0; g < count; ++g) chunk.groups[g].keys += elements, chunk.groups[g].values += elements;
             return chunk;
         }
 
@@ -386,7 +388,7 @@ private:
     }
 
     // `next`, which may be null, is the piece that this thread computes after it. While keys are multiplied, the values of
-    // the same positions are fetched, and meanwhile the keys that come after them.
+    // the same positions are fetched; while those are, the keys that come next.
     void attend(const Layer& layer, const Piece& piece, const Piece* next) const {
         const int64_t queries = piece.rows * sharing_, groups = groups_until(piece.context() - 1);
 #ifdef AMX

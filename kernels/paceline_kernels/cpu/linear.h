@@ -93,8 +93,8 @@ constexpr int columns_at_once(int rows) {
 
 constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched, if it is not the next tile
 
-// Lines of the next tile that are fetched for every eight lines of weights; or else, with NEAR, what comes AHEAD of them, or
-// with NOTHING, nothing.
+// Lines of the next tile that are fetched for every eight lines of weights; or else, with NEAR, what comes AHEAD of them,
+// or with NOTHING, nothing.
 constexpr int NOTHING = -1;
 constexpr int NEAR = 0;
 constexpr int ALL_LINES = 8;
@@ -195,7 +195,7 @@ void multiply_rows(const Input& x, const Element* tile, Span span, int64_t row, 
     const Columns<Element> some = {tile + OUTPUT * PAIR<Element>, next};
     multiply_columns<ROWS, WIDTH, LINES>(x, some, span, row, to + OUTPUT);
     if constexpr (FIRST + WIDTH < COLUMNS) {
-        next += LINES * (span.end - span.begin) * TILE * (int64_t)sizeof(Element) / ALL_LINES;
+        if constexpr (LINES > 0) next += LINES * (span.end - span.begin) * TILE * (int64_t)sizeof(Element) / ALL_LINES;
         multiply_rows<ROWS, LINES, FIRST + WIDTH>(x, tile, span, row, to, next);
     }
 }
@@ -390,12 +390,12 @@ int64_t inputs_at_once(int64_t rows, int64_t inputs, bool many) {
 
 // The sums of `count` rows and a bundle, a tile of each of MATRICES matrices, go to whoever uses them.
 template <int MATRICES, class Weights, class Use>
-inline void use_bundle(const Weights& weights, int64_t bundle, int64_t row, int64_t count, Sums* const (&sums)[MATRICES],
+inline void use_bundle(const Weights& weights, int64_t bundle, int64_t row, int64_t count, Sums (&sums)[MATRICES],
                        const Use& use) {
-    for (int i = 0; i < MATRICES; ++i) scale(*sums[i], count, weights, bundle * MATRICES + i);
+    for (int i = 0; i < MATRICES; ++i) scale(sums[i], count, weights, bundle * MATRICES + i);
     for (int64_t i = 0; i < count; ++i) {
         const float* parts[MATRICES];
-        for (int j = 0; j < MATRICES; ++j) parts[j] = sums[j]->at[i];
+        for (int j = 0; j < MATRICES; ++j) parts[j] = sums[j].at[i];
         use(bundle * MATRICES * TILE, row + i, parts);
     }
 }
@@ -426,13 +426,11 @@ void linear_few(const typename Weights::Input& x, const Weights& weights, int64_
     static constexpr auto by_rows = multiply_by_rows<typename Weights::Input, typename Weights::Element, NOTHING>(COUNTS);
     const Span span = {0, Weights::padded(weights.inputs)};
     thread_local Sums sums[MATRICES];
-    Sums* all[MATRICES];
-    for (int i = 0; i < MATRICES; ++i) all[i] = &sums[i];
     const auto compute = [&](int64_t bundle) {
         for (int i = 0; i < MATRICES; ++i) {
             by_rows[rows - 1](x, weights.tile(bundle * MATRICES + i), span, 0, sums[i].at[0], nullptr);
         }
-        use_bundle<MATRICES>(weights, bundle, 0, rows, all, use);
+        use_bundle<MATRICES>(weights, bundle, 0, rows, sums, use);
     };
     const int64_t bundle_bytes = MATRICES * TILE * span.end * (int64_t)sizeof(typename Weights::Element);
     const int64_t threads = omp_get_num_threads(), own = own_share(bundles, bundle_bytes, threads);
@@ -488,9 +486,7 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
                 }
             }
             for (int64_t index = begin; index < end; ++index) {
-                Sums* own[MATRICES];
-                for (int i = 0; i < MATRICES; ++i) own[i] = &sums[index - begin][i];
-                use_bundle<MATRICES>(weights, index, row, count, own, use);
+                use_bundle<MATRICES>(weights, index, row, count, sums[index - begin], use);
             }
         }
     };

@@ -127,11 +127,13 @@ class _Sample:
 def _shapes(config: SchedulerConfig, draft: bool) -> Iterator[tuple[_Shape, bool]]:
     """Shapes of every kind in turn, the most telling first, and whether one cannot be done without."""
     sequences = _coarse_first(buckets_up_to(config.max_num_seqs, SEQUENCE_BUCKETS))
-    # Powers of two first, by the 0 before them: decodes have the same, and the two tell rows from sequences. Where only
-    # prompts reach, rows cost alike, and steps are long: the longest says enough.
+    # Where only prompts reach, rows cost alike, and steps are long: the longest says enough.
     *buckets, largest = buckets_up_to(config.max_num_batched_tokens, ROW_BUCKETS)
     buckets = [count for count in buckets if count <= MOST_DRAFTED_ROWS]
-    rows = [count for count in _coarse_first([0, *buckets, largest]) if count > 1]
+    # Powers of two first, by the 0 before them: decodes have the same, and the two tell rows from sequences.
+    coarse = [count for count in buckets if _odd_part(count) <= 3]
+    rows = [count for count in _coarse_first([0, *coarse, largest]) if count > 1]
+    rows += [count for count in buckets if _odd_part(count) > 3]
     short = _short(config)
     long = min(LONG, config.max_model_len - 1)
     kinds: list[list[_Shape]] = [
@@ -185,6 +187,11 @@ def _length(shape: _Shape) -> int:
 def _coarse_first(values: Sequence[int]) -> list[int]:
     """The first, then every eighth, then those halfway between, and so on."""
     return [values[i] for i in sorted(range(len(values)), key=lambda i: (-min(i & -i or 8, 8), i))]
+
+
+def _odd_part(count: int) -> int:
+    """1 for a power of two, 3 for one and a half."""
+    return count // (count & -count)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
