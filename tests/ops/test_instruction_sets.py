@@ -6,6 +6,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,13 +44,25 @@ def features() -> set[str]:
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_another_instruction_set(target: str) -> None:
-    if missing := TARGETS[target] - features():
-        pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
+def run(target: str) -> subprocess.CompletedProcess[str]:
+    """The chosen tests, compiled for a target, with one thread."""
     environment = os.environ | {build.MARCH_VARIABLE: target, "OMP_NUM_THREADS": "1"}
     files = [str(TESTS / file) for file in FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", CHOSEN, *files]
-    done = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """Of every target that this CPU can run, as many at a time as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {target: pool.submit(run, target) for target, needed in TARGETS.items() if needed <= features()}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_another_instruction_set(target: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
+    if missing := TARGETS[target] - features():
+        pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
+    done = runs[target].result()
     assert done.returncode == 0, done.stdout[-5000:]
     assert "skipped" not in done.stdout
