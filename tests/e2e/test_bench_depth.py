@@ -188,7 +188,7 @@ def test_depth_compares_auto_with_everything_else(
         assert cell.runs["off"].depth == 0
         assert 1 < cell.runs["2"].depth <= 2
         assert cell.runs["realizar"].depth > 1
-        assert 0.5 < cell.runs["draft-full-then-trim"].depth < 6
+        assert 0.5 < cell.runs["draft-full-then-trim"].depth < 3
     depth.render(cells, title="a title")
     assert "auto / best fixed" in capsys.readouterr().out
 
