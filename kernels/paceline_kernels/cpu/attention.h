@@ -294,7 +294,7 @@ private:
         int64_t seen(int64_t visible) const { return std::clamp<int64_t>(visible - begin, 0, count); }
     };
 
-    // Of one head; those of the next heads lie `head_elements` apart.
+    // Of one head; those of the next heads lie `Pages::head_elements` apart.
     struct Chunk {
         int64_t count = 0;
         Group groups[attention::CHUNK];
@@ -405,7 +405,7 @@ private:
             for (int64_t head = 0; head < piece.heads; head += together) {
                 Chunk chunks[attention::MOST_HEADS];
                 for (int64_t i = 0; i < together; ++i) {
-                    chunks[i] = current.moved((head + i) * head_elements());
+                    chunks[i] = current.moved((head + i) * pages_.head_elements());
                     if (!copy_values(memory.work(i).values, chunks[i], piece)) {
                         return attend_one_by_one(layer, piece, next);
                     }
@@ -444,7 +444,7 @@ private:
     void add_lines(attention::Ahead& to, const Chunk& chunk, const T* Group::*part, Range heads) const {
         for (int64_t g = 0; g < chunk.count; ++g) {
             for (int64_t head = heads.first; head < heads.first + heads.count; ++head) {
-                to.add(chunk.groups[g].*part + head * head_elements(), pages_.group_elements() * sizeof(T));
+                to.add(chunk.groups[g].*part + head * pages_.head_elements(), pages_.group_elements() * sizeof(T));
             }
         }
     }
@@ -458,14 +458,14 @@ private:
     }
 
     void begin(const State& state, const Layer& layer, const Piece& piece, int64_t head) const {
-        const int64_t size = sharing_ * pages_.head_dim, queries = piece.rows * sharing_, padded = room_for(queries);
+        const int64_t size = sharing_ * pages_.head_dim, queries = piece.rows * sharing_, room = room_for(queries);
         for (int64_t i = 0; i < piece.rows; ++i) {
             const int64_t row = piece.first_row + i;
             const T* const from = layer.query + (row * pages_.num_kv_heads + piece.first_head + head) * size;
             for (int64_t j = 0; j < size; ++j) convert(from[j], state.queries[i * size + j]);
         }
-        std::fill(state.queries + piece.rows * size, state.queries + padded * pages_.head_dim, Activation<T>{});
-        std::fill_n(state.sums, padded * width_, 0.0f);
+        std::fill(state.queries + piece.rows * size, state.queries + room * pages_.head_dim, Activation<T>{});
+        std::fill_n(state.sums, room * width_, 0.0f);
         for (int64_t query = 0; query < queries; query += LANES) {
             Softmax& softmax = state.softmax[query / LANES];
             softmax.base = all(-INFINITY);
@@ -475,8 +475,6 @@ private:
 
     // Rows that so many queries take: those of whole tiles, on the matrix unit.
     int64_t room_for(int64_t queries) const { return tiles_ ? round_up(queries, LANES) : queries; }
-
-    int64_t head_elements() const { return pages_.groups() * pages_.group_elements(); }
 
     // Groups up to the one of a position, in the order of positions.
     int64_t groups_until(int64_t position) const {

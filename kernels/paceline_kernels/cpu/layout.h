@@ -226,11 +226,12 @@ struct Pages {
 
     int64_t groups() const { return ceil_div(block_size, LANES); }
     int64_t group_elements() const { return LANES * head_dim; }
-    int64_t block_elements() const { return num_kv_heads * groups() * group_elements(); }
+    int64_t head_elements() const { return groups() * group_elements(); }  // of one head in a block
+    int64_t block_elements() const { return num_kv_heads * head_elements(); }
 
     // Where the group begins that holds offset `offset` of a block, in keys and in values alike.
     int64_t group(int64_t block, int64_t kv_head, int64_t offset) const {
-        return block * block_elements() + (kv_head * groups() + offset / LANES) * group_elements();
+        return block * block_elements() + kv_head * head_elements() + offset / LANES * group_elements();
     }
 
     // One position of one head: key and value [head_dim]. No other position's bytes are read or written.
