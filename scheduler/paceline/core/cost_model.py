@@ -124,7 +124,6 @@ class CostModel:
             _check_seconds(name, value)
         self._rows = np.array(rows, dtype=np.int64)
         self._octaves = np.log2(self._rows)
-        self._near: dict[int, Array] = {}  # by rows of a step, what each bucket takes over of its error
         self._seconds = np.array(seconds, dtype=np.float64)
         self._per_context = float(per_context)
         self._per_sequence = float(per_sequence)
@@ -222,10 +221,8 @@ class CostModel:
             return
         of_context = self._per_context * shape.context / predicted
         of_sequences = self._per_sequence * shape.sequences / predicted
-        near = self._near.get(shape.rows)
-        if near is None:
-            near = self._near[shape.rows] = RELATED ** np.abs(self._octaves - math.log2(max(1, shape.rows)))
-        self._seconds *= 1.0 + (GAIN * (1.0 - of_context - of_sequences) * error) * near
+        near = RELATED ** np.abs(self._octaves - math.log2(max(1, shape.rows)))
+        self._seconds *= 1.0 + GAIN * (1.0 - of_context - of_sequences) * error * near
         self._per_context *= 1.0 + GAIN * of_context * error
         self._per_sequence *= 1.0 + GAIN * of_sequences * error
 
