@@ -53,10 +53,12 @@ def run(target: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
-    """Of every target that this CPU can run, as many at a time as there are cores."""
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """Of every selected target that this CPU can run, as many at a time as there are cores."""
+    selected = {item.name for item in request.session.items}
+    targets = [target for target in TARGETS if f"{test_another_instruction_set.__name__}[{target}]" in selected]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {target: pool.submit(run, target) for target, needed in TARGETS.items() if needed <= features()}
+        yield {target: pool.submit(run, target) for target in targets if TARGETS[target] <= features()}
 
 
 @pytest.mark.parametrize("target", TARGETS)
