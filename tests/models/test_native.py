@@ -237,6 +237,22 @@ def test_drafts_are_a_loop_of_forwards(
                 torch.testing.assert_close(mine, other, atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("format_", FORMATS)
+def test_weights_that_no_cache_holds_are_streamed(format_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same numbers; a system that does not tell its caches has weights kept."""
+    config = replace(CONFIG, hidden_size=64, intermediate_size=128)
+    weights, prompts = random_weights(NativeDecoder(config, torch.float32), seed=0), prompts_for(config, seed=0)
+    logits = []
+    for cache, streamed in ((0, False), (1 << 30, False), (1 << 10, True)):
+        monkeypatch.setattr("paceline_kernels.cpu.decoder.largest_cache", lambda cache=cache: cache)
+        model = native(config, format_, weights)
+        assert {matrix.streamed for matrix in model._weights.matrices} == {streamed}
+        logits.append(paged_logits(model, prompts))
+    for name in prompts:
+        assert torch.equal(logits[0][name], logits[1][name])
+        assert torch.equal(logits[0][name], logits[2][name])
+
+
 def random_choices(kinds: list[Choice], depths: list[int], vocab: int, seed: int) -> Choices:
     generator = torch.Generator().manual_seed(seed)
     count = len(kinds)

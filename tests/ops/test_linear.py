@@ -167,6 +167,19 @@ def test_no_rows_have_no_products(format_: tuple[Kind, torch.dtype]) -> None:
 # ---- The same bits in every batch ----
 
 
+@pytest.mark.parametrize("inputs", [100, 352, 2200])
+@pytest.mark.parametrize("format_", FORMATS, ids=str)
+def test_products_are_the_same_past_the_caches(format_: tuple[Kind, torch.dtype], inputs: int) -> None:
+    torch.manual_seed(0)
+    kind, dtype = format_
+    x, matrix = torch.randn(13, inputs).to(dtype), packed(kind, torch.randn(130, inputs), None, [])
+    for rows in range(1, len(x) + 1):
+        matrix.streamed = False
+        kept = linear(x[:rows], matrix)
+        matrix.streamed = True
+        assert torch.equal(linear(x[:rows], matrix), kept)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("inputs", "outputs"), [(17, 5), (64, 33), (352, 130), (100, 2100), (2200, 70)])
 @pytest.mark.parametrize("format_", FORMATS, ids=str)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -18,9 +17,8 @@ from torch import Tensor
 
 from paceline_kernels.cpu.build import load, obstacle
 from paceline_kernels.cpu.decoder import Kind
-from paceline_kernels.cpu.memory import zeros
+from paceline_kernels.cpu.memory import largest_cache, zeros
 
-CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 LEAST_BUFFER = 1 << 30  # bytes
 CACHE_MULTIPLE = 2.5  # of the largest cache, so that little of a buffer is found there when it is read again
 MEMORY_SHARE = 0.25  # of the free memory at most, whatever the caches are
@@ -122,13 +120,6 @@ def uncached_bytes() -> int:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     wanted = max(LEAST_BUFFER, int(CACHE_MULTIPLE * largest_cache()))
     return min(wanted, int(MEMORY_SHARE * free))
-
-
-def largest_cache() -> int:
-    """Bytes of this CPU's last level of cache; 0 if the system does not say."""
-    units = {"K": 1 << 10, "M": 1 << 20}
-    sizes = [path.read_text().strip() for path in CACHES.glob("index*/size")]
-    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
 
 
 # ---- Multiplying ----

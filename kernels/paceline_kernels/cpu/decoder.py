@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline_kernels.batch import PagedBatch
 from paceline_kernels.cpu.build import load, obstacle
-from paceline_kernels.cpu.memory import zeros
+from paceline_kernels.cpu.memory import largest_cache, zeros
 
 LANES = 16  # positions of a block that lie side by side: blocks are padded to as many
 TILE = 32  # outputs of one tile of packed weights
@@ -29,7 +29,14 @@ _POINTER, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = [("data", _POINTER), ("scales", _POINTER), ("bias", _POINTER), ("outputs", _INT), ("inputs", _INT)]
+    _fields_ = [
+        ("data", _POINTER),
+        ("scales", _POINTER),
+        ("bias", _POINTER),
+        ("outputs", _INT),
+        ("inputs", _INT),
+        ("streamed", _INT),
+    ]
 
 
 class _Layer(ctypes.Structure):
@@ -126,6 +133,10 @@ class Matrix:
 
     Args:
         interleaved: two matrices of `outputs` outputs each, that take turns tile by tile: gate and up.
+
+    Attributes:
+        streamed: whether a few rows read past the caches what will be gone from there before it is read again, so that
+            other things may stay. Products are the same.
     """
 
     def __init__(self, kind: Kind, outputs: int, inputs: int, *, bias: bool = False, interleaved: bool = False) -> None:
@@ -138,6 +149,12 @@ class Matrix:
         self._data = zeros((_library().paceline_packed_bytes(kind, self.outputs, inputs),), torch.uint8)
         self._scales = torch.zeros(padded) if kind is Kind.INT8 else None
         self._bias = torch.zeros(padded) if bias else None
+        self.streamed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed weights."""
+        return self._data.numel()
 
     def fill(self, rows: Tensor, first: int = 0, part: int = 0) -> None:
         """Pack rows [n, inputs] as outputs `first` to `first + n`; part 1 is the second of two interleaved."""
@@ -172,7 +189,14 @@ class Matrix:
     @property
     def struct(self) -> _Matrix:
         """Valid while this object lives."""
-        return _Matrix(self._data.data_ptr(), _pointer(self._scales), _pointer(self._bias), self.outputs, self.inputs)
+        return _Matrix(
+            self._data.data_ptr(),
+            _pointer(self._scales),
+            _pointer(self._bias),
+            self.outputs,
+            self.inputs,
+            self.streamed,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +228,12 @@ class Weights:
     sin: Tensor
     embedding: Tensor | None
     head: Matrix
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """All that a pass multiplies by, in its order."""
+        of_layers = [matrix for layer in self.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return [*of_layers, self.head]
 
 
 class Choice(enum.IntEnum):
@@ -253,6 +283,10 @@ class Decoder:
         intermediate: int,
         eps: float,
     ) -> None:
+        # A draft model stays in the cache, as does what Python needs, if the weights of a large target pass it by.
+        streamed = 0 < largest_cache() < sum(matrix.nbytes for matrix in weights.matrices)
+        for matrix in weights.matrices:
+            matrix.streamed = streamed
         layers = (_Layer * len(weights.layers))()
         for struct, layer in zip(layers, weights.layers, strict=True):
             for name in ("input_norm", "post_norm", "q_norm", "k_norm"):

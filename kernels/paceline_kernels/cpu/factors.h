@@ -15,13 +15,13 @@ constexpr int ROOM = 14;
 // Whether they hold the sums of so many rows with so many registers of columns.
 constexpr bool fit(int rows, int columns) { return rows * columns + std::min(rows, columns) <= ROOM; }
 
-// The factors of a product: a register of weights W, of 4 bytes for each output, and the inputs X that meet them; in PARTS
-// that are added one after the other.
+// The factors of a product: a line of weights W, a register of 4 bytes for each output, and the inputs X that meet them; in
+// PARTS that are added one after the other.
 template <class W, class X>
 struct Factors {
     static constexpr int PARTS = 1;
 
-    static Register weights(const W* from, int) { return load_register(from); }
+    static Register weights(Register line, int) { return line; }
     static Register input(const X* from, int) { return broadcast(*from); }
     static Register add(Register weights, Register input, Register sum) { return accumulate(weights, input, sum); }
 };
@@ -30,7 +30,7 @@ template <>
 struct Factors<bfloat16, bfloat16> {
     static constexpr int PARTS = 1;
 
-    static Bits weights(const bfloat16* from, int) { return (Bits)load_register(from); }
+    static Bits weights(Register line, int) { return (Bits)line; }
     static Bits input(const bfloat16* from, int) { return broadcast_word(from); }
     static Register add(Bits weights, Bits input, Register sum) { return multiply_add_pairs(weights, input, sum); }
 };
@@ -39,8 +39,8 @@ template <>
 struct Factors<bfloat16, WideHalf> : Factors<float, float> {
     static constexpr int PARTS = 2;
 
-    static Register weights(const bfloat16* from, int part) {
-        const Bits pairs = kept((Bits)load_register(from));
+    static Register weights(Register line, int part) {
+        const Bits pairs = kept((Bits)line);
         return (Register)(part == 0 ? pairs << 16 : pairs & 0xffff0000u);
     }
     static Register input(const WideHalf* from, int part) { return broadcast(from[part].value); }
@@ -50,7 +50,7 @@ template <>
 struct Factors<uint8_t, int8_t> {
     static constexpr int PARTS = 1;
 
-    static Bits weights(const uint8_t* from, int) { return (Bits)load_register(from); }
+    static Bits weights(Register line, int) { return (Bits)line; }
     static Bits input(const int8_t* from, int) { return broadcast_word(from); }
     static Integers add(Bits weights, Bits input, Integers sum) { return multiply_add_bytes(weights, input, sum); }
 };
@@ -59,8 +59,8 @@ template <>
 struct Factors<uint8_t, WideByte> {
     static constexpr int PARTS = 2;
 
-    static Bits weights(const uint8_t* from, int part) {
-        const Bits bytes = kept((Bits)load_register(from));
+    static Bits weights(Register line, int part) {
+        const Bits bytes = kept((Bits)line);
         return part == 0 ? bytes & 0x00ff00ffu : upper_bytes(bytes);
     }
     static Bits input(const WideByte* from, int part) { return broadcast_word(from + 2 * part); }
@@ -70,12 +70,15 @@ struct Factors<uint8_t, WideByte> {
 };
 
 // Adds the product of 4 bytes of each row, `k` elements from where it begins, and a line of weights for each pair of
-// columns. The factor of which there is less waits in registers.
-template <int ROWS, int WIDTH, class W, class X, class Sum>
+// columns. The factor of which there is less waits in registers. With ONCE no cache needs to keep the weights.
+template <bool ONCE = false, int ROWS, int WIDTH, class W, class X, class Sum>
 inline void step(Sum (&sums)[ROWS][WIDTH], const W* weights, const X* const (&rows)[ROWS], int64_t k) {
     using Both = Factors<W, X>;
-    using Factor = decltype(Both::weights(weights, 0));
-    constexpr int64_t APART = REGISTER_LANES * PAIR<W>;
+    using Factor = decltype(Both::input(*rows, 0));
+    const auto line = [&](int column) {
+        const W* const from = weights + column * REGISTER_LANES * PAIR<W>;
+        return ONCE ? load_once(from) : load_register(from);
+    };
 #pragma GCC unroll 2
     for (int part = 0; part < Both::PARTS; ++part) {
         if constexpr (ROWS < WIDTH) {
@@ -84,7 +87,7 @@ inline void step(Sum (&sums)[ROWS][WIDTH], const W* weights, const X* const (&ro
             for (int i = 0; i < ROWS; ++i) inputs[i] = kept(Both::input(rows[i] + k, part));
 #pragma GCC unroll 8
             for (int column = 0; column < WIDTH; ++column) {
-                const Factor some = kept(Both::weights(weights + column * APART, part));
+                const Factor some = kept(Both::weights(line(column), part));
 #pragma GCC unroll 12
                 for (int i = 0; i < ROWS; ++i) sums[i][column] = Both::add(some, inputs[i], sums[i][column]);
             }
@@ -92,7 +95,7 @@ inline void step(Sum (&sums)[ROWS][WIDTH], const W* weights, const X* const (&ro
             Factor some[WIDTH];
 #pragma GCC unroll 8
             for (int column = 0; column < WIDTH; ++column) {
-                some[column] = kept(Both::weights(weights + column * APART, part));
+                some[column] = kept(Both::weights(line(column), part));
             }
 #pragma GCC unroll 12
             for (int i = 0; i < ROWS; ++i) {

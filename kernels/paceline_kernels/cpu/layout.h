@@ -159,17 +159,19 @@ inline void store_some(T* to, Floats x, int64_t count) {
 // ---- Activations ----
 
 // A matrix [rows, size] in tiles of 16 rows and one piece, one after the other: [rows / 16][size / PIECE][16][PIECE].
+// Fewer rows than 16 lie as close, in tiles of that height: far apart, they would meet in the same few sets of a cache.
 // The size is padded to whole pieces; the padding must hold zeros, since it meets the zeros that pad the weights.
 template <class T>
 struct Tiled {
     T* data;
     int64_t size;  // padded
+    int64_t height;
 
     static int64_t padded(int64_t size) { return round_up(size, PIECE<T>); }
     static int64_t elements(int64_t rows, int64_t size) { return round_up(rows, LANES) * padded(size); }
 
     // Of the tile that begins at row 16 * block and column PIECE * piece.
-    T* tile(int64_t block, int64_t piece) const { return data + block * LANES * size + piece * LANES * PIECE<T>; }
+    T* tile(int64_t block, int64_t piece) const { return data + block * LANES * size + piece * height * PIECE<T>; }
 
     // Behind it stand the columns of the same piece.
     T* at(int64_t row, int64_t column) const {
@@ -306,5 +308,7 @@ private:
 template <class T>
 Tiled<Activation<T>> activations(Zeroed<Activation<T>>& memory, int64_t rows, int64_t size) {
     const int64_t padded = Tiled<T>::padded(size);
-    return {memory.get(Tiled<Activation<T>>::elements(rows, padded)), padded};
+    // What is padded keeps its height, or zeros would have to be written again.
+    const int64_t height = padded == size ? std::min<int64_t>(rows, LANES) : LANES;
+    return {memory.get(Tiled<Activation<T>>::elements(rows, padded)), padded, height};
 }

@@ -27,6 +27,7 @@ struct Packed {
 
     const T* data;
     int64_t outputs, inputs;
+    bool streamed;  // gone from every cache before it is read again
 
     static int64_t padded(int64_t inputs) { return Tiled<T>::padded(inputs); }
     static int64_t tile_elements(int64_t inputs) { return TILE * padded(inputs); }
@@ -44,6 +45,7 @@ struct Packed8 {
 
     const uint8_t* data;
     int64_t outputs, inputs;
+    bool streamed;
     const float* scales;  // [outputs], padded to tiles
 
     static int64_t padded(int64_t inputs) { return round_up(inputs, GROUP); }
@@ -94,8 +96,9 @@ constexpr int columns_at_once(int rows) {
 constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched, if it is not the next tile
 
 // Lines of the next tile that are fetched for every eight lines of weights; or else, with NEAR, what comes AHEAD of them,
-// or with NOTHING, nothing.
+// or with NOTHING, nothing, and with ONCE, neither: then caches need not keep the weights either.
 constexpr int NOTHING = -1;
+constexpr int ONCE = -2;
 constexpr int NEAR = 0;
 constexpr int ALL_LINES = 8;
 
@@ -104,7 +107,7 @@ constexpr int ALL_LINES = 8;
 // near is fetched. Returns what comes after it.
 template <int LINES>
 inline const char* fetch(const void* weights, const char* next, int index) {
-    if constexpr (LINES == NOTHING) {
+    if constexpr (LINES == NOTHING || LINES == ONCE) {
         return next;
     } else if constexpr (LINES == NEAR) {
         __builtin_prefetch((const char*)weights + AHEAD);
@@ -136,11 +139,11 @@ inline void add_products(Sum (&sums)[ROWS][WIDTH], const Tiled<X>& x, int64_t ro
 #pragma GCC unroll 4
             for (int index = 0; index < 4; ++index) {
                 from.next = fetch<LINES>(from.weights, from.next, index);
-                step(sums, from.weights, rows, k + index * PAIR<W>);
+                step<LINES == ONCE>(sums, from.weights, rows, k + index * PAIR<W>);
                 from.weights += 2 * PIECE<W>;
             }
         }
-        for (int i = 0; i < ROWS; ++i) rows[i] += LANES * PIECE<X>;
+        for (int i = 0; i < ROWS; ++i) rows[i] += x.height * PIECE<X>;
     }
 }
 
@@ -410,6 +413,10 @@ constexpr int FEW_ROWS = 8;
 constexpr int FEW_ROWS = 2;
 #endif
 
+// Weights that pass the caches by share the first one with activations; from so many bytes of these on, an element of each
+// row, loads like others are faster.
+constexpr int64_t LEAST_KEPT = 10;
+
 constexpr int64_t SMALL = 1 << 22;  // bytes of weights that are read before it pays to hand some to another thread
 
 // Of so many bundles a thread has as many of its own, the same in every step: what fits the caches stays in that of the
@@ -422,8 +429,13 @@ inline int64_t own_share(int64_t bundles, int64_t bundle_bytes, int64_t threads)
 template <int MATRICES, class Weights, class Use>
 void linear_few(const typename Weights::Input& x, const Weights& weights, int64_t rows, int64_t bundles,
                 const Use& use) {
+    using Input = typename Weights::Input;
+    using Element = typename Weights::Element;
     constexpr auto COUNTS = std::make_integer_sequence<int, FEW_ROWS>();
-    static constexpr auto by_rows = multiply_by_rows<typename Weights::Input, typename Weights::Element, NOTHING>(COUNTS);
+    static constexpr auto keeping = multiply_by_rows<Input, Element, NOTHING>(COUNTS);
+    static constexpr auto streamed = multiply_by_rows<Input, Element, ONCE>(COUNTS);
+    const bool once = weights.streamed && rows * (int64_t)sizeof(Element) < LEAST_KEPT;
+    const auto& by_rows = once ? streamed : keeping;
     const Span span = {0, Weights::padded(weights.inputs)};
     thread_local Sums sums[MATRICES];
     const auto compute = [&](int64_t bundle) {
@@ -432,7 +444,7 @@ void linear_few(const typename Weights::Input& x, const Weights& weights, int64_
         }
         use_bundle<MATRICES>(weights, bundle, 0, rows, sums, use);
     };
-    const int64_t bundle_bytes = MATRICES * TILE * span.end * (int64_t)sizeof(typename Weights::Element);
+    const int64_t bundle_bytes = MATRICES * TILE * span.end * (int64_t)sizeof(Element);
     const int64_t threads = omp_get_num_threads(), own = own_share(bundles, bundle_bytes, threads);
     const int64_t begin = omp_get_thread_num() * own, end = std::min(begin + own, bundles);
     for (int64_t bundle = begin; bundle < end; ++bundle) compute(bundle);

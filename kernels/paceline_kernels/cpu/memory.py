@@ -1,14 +1,17 @@
-"""Large memory in large pages: walking through gigabytes page by 4 KiB page costs more than reading them."""
+"""Large memory in large pages: walking through gigabytes page by 4 KiB page costs more than reading them. And what of it
+a cache can hold."""
 
 from __future__ import annotations
 
 import math
 import mmap
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 LARGE = 2 << 20  # bytes of a large page, and the least that is worth one
 
 
@@ -24,3 +27,10 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     skipped = -whole.data_ptr() % LARGE
     return whole[skipped : skipped + size].view(dtype).view(shape)
+
+
+def largest_cache() -> int:
+    """Bytes of this CPU's last level of cache; 0 if the system does not say."""
+    units = {"K": 1 << 10, "M": 1 << 20}
+    sizes = [path.read_text().strip() for path in CACHES.glob("index*/size")]
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)

@@ -11,6 +11,7 @@ struct PacelineMatrix {
     const float* scales;  // [outputs], of 8-bit weights only
     const float* bias;    // [outputs] or null. Scales and bias are padded to tiles.
     int64_t outputs, inputs;
+    int64_t streamed;  // whether it is gone from every cache before it is read again
 };
 
 struct PacelineLayer {

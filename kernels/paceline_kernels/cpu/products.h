@@ -44,12 +44,13 @@ class Quantized {
 public:
     void reserve(int64_t rows, int64_t inputs) {
         const int64_t elements = round_up(rows, LANES) * Packed8::padded(inputs);
+        height_ = std::min<int64_t>(rows, LANES);
         values_ = value_memory_.get(elements);
         scales_ = scale_memory_.get(elements / GROUP);
         corrections_ = correction_memory_.get(elements / GROUP);
     }
 
-    Packed8::Input of(int64_t inputs) const { return {{values_, Packed8::padded(inputs)}, scales_, corrections_}; }
+    Packed8::Input of(int64_t inputs) const { return {{values_, Packed8::padded(inputs), height_}, scales_, corrections_}; }
 
 private:
     Zeroed<ByteActivation> value_memory_;
@@ -58,15 +59,16 @@ private:
     ByteActivation* values_ = nullptr;
     float* scales_ = nullptr;
     int32_t* corrections_ = nullptr;
+    int64_t height_ = LANES;
 };
 
 inline Packed8 packed8(const PacelineMatrix& matrix) {
-    return {(const uint8_t*)matrix.data, matrix.outputs, matrix.inputs, matrix.scales};
+    return {(const uint8_t*)matrix.data, matrix.outputs, matrix.inputs, matrix.streamed != 0, matrix.scales};
 }
 
 template <class T>
 Packed<T> packed(const PacelineMatrix& matrix) {
-    return {(const T*)matrix.data, matrix.outputs, matrix.inputs};
+    return {(const T*)matrix.data, matrix.outputs, matrix.inputs, matrix.streamed != 0};
 }
 
 // `linear` by the kind of weights that the matrix holds.
