@@ -1,5 +1,5 @@
-"""Large memory in large pages: walking through gigabytes page by 4 KiB page costs more than reading them. And what of it
-a cache can hold."""
+"""Large memory in large pages, since walking through gigabytes page by 4 KiB page costs more than reading them. And what
+of it a cache can hold."""
 
 from __future__ import annotations
 
