@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,31 @@ def test_buckets_learn_apart() -> None:
         costs.observe(StepShape(64, 0), 0.0, 0.090)
     assert costs.target(8, 0) == pytest.approx(0.020, rel=0.02)
     assert costs.target(64, 0) == pytest.approx(0.090, rel=0.02)
+
+
+def uneven(rows: int) -> float:
+    """Of a table whose few rows wait for memory, each a little longer."""
+    return 0.0240 + 0.0003 * (rows - 1)
+
+
+def test_faster_memory_leaves_what_a_row_costs() -> None:
+    """Also where one number of rows alone is seen."""
+    costs = CostModel.from_functions(uneven)
+    teach(costs, StepShape(4, 0), lambda: (0.0, uneven(4) - 0.010))
+    assert costs.target(4, 0) == pytest.approx(uneven(4) - 0.010, rel=0.01)
+    for rows in (1, 3, 8):
+        assert costs.target(rows + 1, 0) - costs.target(rows, 0) == pytest.approx(0.0003, rel=0.1)
+
+
+def test_what_a_row_costs_is_learned_while_memory_changes() -> None:
+    """From steps that follow each other: its change is much larger."""
+    costs = CostModel.from_functions(uneven)
+    choose = random.Random(0)
+    for step in range(2000):
+        rows, memory = choose.choice([2, 4, 5]), 0.014 if step // 50 % 2 else 0.024
+        costs.observe(StepShape(rows, 0), 0.0, (memory + 0.0009 * rows) * choose.lognormvariate(0.0, 0.02))
+    assert (costs.target(5, 0) - costs.target(2, 0)) / 3 == pytest.approx(0.0009, rel=0.25)
+    assert costs.target(64, 0) - costs.target(5, 0) == pytest.approx(59 * 0.0003, rel=0.25), "nobody has seen those"
 
 
 def test_context_answers_for_its_share() -> None:

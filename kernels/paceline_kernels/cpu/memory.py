@@ -1,5 +1,7 @@
-"""Large memory in large pages, since walking through gigabytes page by 4 KiB page costs more than reading them. And what
-of it a cache can hold."""
+"""Large memory in large pages, and what of it a cache holds.
+
+Walking through gigabytes page by 4 KiB page costs more than reading them.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ LARGEST_BUCKET = 1 << 20  # every count up to the last bucket has a place in mem
 LONGEST = 1e6  # seconds; nothing that is longer was measured
 
 GAIN = 0.05  # of a correction, per observed step
-RELATED = 0.88  # of a row bucket's correction, what a bucket of twice or half the rows takes over
+RISE_GAIN = 0.05  # of what two steps differ by beyond what their rows explain
+LARGEST_RISE_ERROR = 0.1  # of a step, that this difference may teach: the machine changes between steps, too
 LARGEST_RATIO = 2.0  # of observed to predicted seconds, up and down, that one step may teach
 OUTLIER_RATIO = 3.0  # a step that took so much longer was disturbed: compilation, garbage collection
 MOST_OUTLIERS = 8  # in a row; from then on it is the machine that has changed
@@ -123,8 +124,11 @@ class CostModel:
         for name, value in (("context", per_context), ("draft row", per_draft_row), ("sequence", per_sequence)):
             _check_seconds(name, value)
         self._rows = np.array(rows, dtype=np.int64)
-        self._octaves = np.log2(self._rows)
-        self._seconds = np.array(seconds, dtype=np.float64)
+        # Of the first bucket, and by how much each one exceeds the one before: more rows never cost less.
+        heights = np.maximum.accumulate(np.array(seconds, dtype=np.float64))
+        self._first_bucket = float(heights[0])
+        self._rises = np.diff(heights)
+        self._last_error: tuple[int, float] | None = None  # rows of the last observed step, and its relative error
         self._per_context = float(per_context)
         self._per_sequence = float(per_sequence)
         self._sequences = np.array(sequences, dtype=np.int64)
@@ -212,19 +216,34 @@ class CostModel:
         return {str(kind): errors.summary() for kind, errors in self._errors.items() if errors.ratios}
 
     def _correct_target(self, shape: StepShape, observed: float) -> None:
-        """Each term answers for its share of the step; buckets near its rows move along, so that a machine that has
-        become slower or faster does not look so at one bucket alone.
+        """Each term answers for its share of the step, as does what rows beyond the first cost (normalized least mean
+        squares; Widrow and Hoff, 1960). So memory that has become slower or faster, for which few rows wait together,
+        hardly changes what one row more costs.
         """
         predicted = self.target(shape.rows, shape.context, shape.sequences)
         error = self._target_outliers.error(observed, predicted)
         if error is None:
             return
+        first = self._target.at(0)
+        of_first, of_rise = first / predicted, (self._target.at(shape.rows) - first) / predicted
         of_context = self._per_context * shape.context / predicted
         of_sequences = self._per_sequence * shape.sequences / predicted
-        near = RELATED ** np.abs(self._octaves - math.log2(max(1, shape.rows)))
-        self._seconds *= 1.0 + GAIN * (1.0 - of_context - of_sequences) * error * near
-        self._per_context *= 1.0 + GAIN * of_context * error
-        self._per_sequence *= 1.0 + GAIN * of_sequences * error
+        step = GAIN * error / (of_first**2 + of_rise**2 + of_context**2 + of_sequences**2)
+        self._first_bucket *= 1.0 + step * of_first
+        self._rises *= 1.0 + step * of_rise
+        self._per_context *= 1.0 + step * of_context
+        self._per_sequence *= 1.0 + step * of_sequences
+        if self._last_error is not None and self._last_error[0] != shape.rows:
+            self._correct_rises(self._last_error, (shape.rows, error), predicted)
+        self._last_error = shape.rows, error
+
+    def _correct_rises(self, before: tuple[int, float], now: tuple[int, float], predicted: float) -> None:
+        """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both."""
+        (fewer, error_of_fewer), (more, error_of_more) = sorted((before, now))
+        error = min(max(error_of_more - error_of_fewer, -LARGEST_RISE_ERROR), LARGEST_RISE_ERROR) * predicted
+        between = np.minimum(self._rows[1:], more) - np.maximum(self._rows[:-1], fewer)
+        between = np.maximum(between, 0) / (more - fewer)
+        self._rises = np.maximum(self._rises + RISE_GAIN * error * between, 0.0)
 
     def _correct_draft(self, shape: StepShape, observed: float) -> None:
         error = self._draft_outliers.error(observed, self._drafting(shape))
@@ -236,11 +255,15 @@ class CostModel:
         self._per_draft_row *= factor
 
     def _build(self) -> None:
-        """Renew the curves. Measured or corrected, more rows never cost less."""
-        self._target = _Curve(self._rows, self._seconds)
+        """Renew the curves. Measured or corrected, more never costs less."""
+        self._target = _Curve(self._rows, self._seconds())
         # No sequences cost nothing, which is no bucket to interpolate from: one sequence costs a whole pass.
         self._pass = _Curve(self._sequences, self._pass_seconds, at_zero=0.0)
         self._first_pass = _Curve(self._sequences, self._first_seconds, at_zero=0.0)
+
+    def _seconds(self) -> Array:
+        """At the buckets of rows."""
+        return self._first_bucket + np.concatenate([[0.0], np.cumsum(self._rises)])
 
     # -- storage ------------------------------------------------------------------------------------------------------
 
@@ -248,7 +271,7 @@ class CostModel:
         """Plain JSON types; corrections are in the tables, errors are left out."""
         return {
             "rows": self._rows.tolist(),
-            "seconds": np.maximum.accumulate(self._seconds).tolist(),
+            "seconds": self._seconds().tolist(),
             "per_context": self._per_context,
             "sequences": self._sequences.tolist(),
             "pass_seconds": np.maximum.accumulate(self._pass_seconds).tolist(),
