@@ -29,7 +29,7 @@ from paceline.core.method import DRAFT_MODEL, NGRAM, Method
 from paceline.core.slots import BestSlots, SlotProblem
 
 MAX_DEPTH: Final = 8  # of any request, unless the operator fixes a higher depth for all
-DWELL: Final = 4  # steps between two decisions
+DWELL: Final = 8  # steps between two decisions
 PRICE_CHANGE: Final = 0.1  # tokens; of what a slot costs, since a decision, which calls for another
 HYSTERESIS: Final = 0.03  # of a step's worth, which a change of depth must bring
 EARNINGS_DECAY: Final = 0.5 ** (1 / 16)  # per step
@@ -81,8 +81,10 @@ class AdaptiveDepth:
         self._missed = math.inf  # by keeping them, relative to what a step is worth; there is nothing to keep yet
         self._slot_prices: dict[Method, float] = {}  # tokens, as of the last decision
         self._mean_price = 0.0  # tokens, of the slots that the last decision took
+        self._pass_prices: list[float] = []  # tokens, for each of its passes and one more: what one sequence adds
         self._chosen: dict[int, Chosen] = {}  # by request, since the last decision
-        self._reviewed: dict[int, Chosen] = {}  # what was chosen for those that drafted by n-grams since
+        self._reviewed: dict[int, Chosen] = {}  # what was chosen for those that have drafted since
+        self._bound: set[int] = set()  # requests whose bounds leave no choice
         self._probe_seconds = 0.0  # saved, not yet spent
         self._deeper_at = 0
         self._plain_at = 0  # the last step without drafts
@@ -113,16 +115,30 @@ class AdaptiveDepth:
         return best
 
     def _review(self, candidate: DepthCandidate, before: Chosen) -> Chosen:
-        """As deep as drafts by n-grams still earn what they cost in the mean, but no deeper than before: what more
-        would cost is for the next decision to look at.
+        """As deep as drafts still earn what they cost: a slot that was chosen in the mean, one behind it what the next
+        would, and by the draft model their part of a pass. By n-grams no deeper than before, and without a last draft
+        of the draft model it would fall behind: both are for the next decision.
         """
         choice = before
         for offer in candidate.offers:
             if offer.method is before.method:
-                worth = sum([survival > self._mean_price for survival in offer.survivals])
-                choice = within_bounds(candidate, offer, min(before.depth, worth))
+                worth = self._worth(offer, before.depth)
+                depth = max(worth, 1) if offer.method is DRAFT_MODEL else min(worth, before.depth)
+                choice = within_bounds(candidate, offer, depth)
         self._chosen[candidate.request_id] = choice
         return choice
+
+    def _worth(self, offer: Offer, before: int) -> int:
+        """Drafts that earn what they cost."""
+        next_price, passes, depth = self._slot_prices[NGRAM], self._pass_prices, 0
+        for survival in offer.survivals:
+            price = self._mean_price if depth < before else next_price
+            if offer.method is DRAFT_MODEL:
+                price += passes[depth if depth < len(passes) else -1]
+            if survival <= price:
+                break
+            depth += 1
+        return depth
 
     def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         if not candidates:
@@ -168,10 +184,10 @@ class AdaptiveDepth:
         plain = self.costs.target(decodes, shape.context, decodes)
         if shape.kind is StepKind.DECODE:
             self._plain_at = self._num_steps
-        # What n-grams will bring changes with what they brought: that may be less than what was decided on.
+        # What drafts will bring changes with what they brought, faster than what they cost.
         for request_id, _, _ in outcome.drafts:
             chosen = self._chosen.get(request_id)
-            if chosen is not None and chosen.method is NGRAM:
+            if chosen is not None and chosen.depth and request_id not in self._bound:
                 self._reviewed[request_id] = self._chosen.pop(request_id)
         self._earned += (1 - EARNINGS_DECAY) * (outcome.emitted / decodes - self._earned)
         self._spent += (1 - EARNINGS_DECAY) * (seconds / max(plain, SHORTEST) - self._spent)
@@ -179,6 +195,7 @@ class AdaptiveDepth:
     def forget(self, request_id: int) -> None:
         self._chosen.pop(request_id, None)
         self._reviewed.pop(request_id, None)
+        self._bound.discard(request_id)
         self._probe_intervals.pop(request_id, None)
 
     def _price_of_time(self, load: StepLoad) -> float:
@@ -233,10 +250,13 @@ class AdaptiveDepth:
         chosen = problem.chosen(best, len(candidates))
         self._slot_prices = problem.slot_prices(best)
         self._mean_price = problem.mean_price(best)
+        self._pass_prices = problem.pass_prices(best)
         self._decided_at, self._decided_for = self._num_steps, (load, slot_price)
-        self._chosen, self._reviewed = {}, {}
+        self._chosen, self._reviewed, self._bound = {}, {}, set()
         for candidate, choice in zip(candidates, chosen):
             self._chosen[candidate.request_id] = choice
+            if candidate.lowest >= candidate.highest:
+                self._bound.add(candidate.request_id)
             if choice.depth:
                 self._probe_intervals.pop(candidate.request_id, None)
         return chosen

@@ -124,6 +124,15 @@ class SlotProblem:
         """What the best slots cost in the mean, verified, in tokens."""
         return self.slot_price + self.second * _mean_rise(self.targets[: int(best.depths.sum()) + 1])
 
+    def pass_prices(self, best: BestSlots) -> list[float]:
+        """What one sequence adds to the cost of each draft pass, in tokens, if others go on as they are: all that the
+        pass costs if it is alone in it, as it would be in the last of these.
+        """
+        depths = best.depths[self.runs.is_model].tolist()
+        alone = self.second * float(self.later_pass[1]) if depths else 0.0
+        counts = [sum([depth > number for depth in depths]) for number in range(best.passes + 1)]
+        return [self.pass_price if count > 1 else alone for count in counts]
+
     def slot_prices(self, best: BestSlots) -> dict[Method, float]:
         """What one more slot of each method costs behind the best, in tokens."""
         slots = int(best.depths.sum())
