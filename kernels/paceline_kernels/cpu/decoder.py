@@ -39,10 +39,13 @@ class _Matrix(ctypes.Structure):
     ]
 
 
+_LAYER_MATRICES = ("qkv", "output", "gate_up", "down")  # in the order of a pass
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
         *[(name, _POINTER) for name in ("input_norm", "post_norm", "q_norm", "k_norm")],
-        *[(name, _Matrix) for name in ("qkv", "output", "gate_up", "down")],
+        *[(name, _Matrix) for name in _LAYER_MATRICES],
     ]
 
 
@@ -232,8 +235,7 @@ class Weights:
     @property
     def matrices(self) -> list[Matrix]:
         """All that a pass multiplies by, in its order."""
-        of_layers = [matrix for layer in self.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return [*of_layers, self.head]
+        return [*(getattr(layer, name) for layer in self.layers for name in _LAYER_MATRICES), self.head]
 
 
 class Choice(enum.IntEnum):
@@ -266,7 +268,8 @@ class Choices:
 
 
 class Decoder:
-    """Runs a decoder of dtype float32 or bfloat16. One call at a time, from any thread.
+    """Runs a decoder of dtype float32 or bfloat16. One call at a time, from any thread. Sets whether its weights'
+    matrices are streamed.
 
     KV pages are [num_layers, 2, num_blocks, elements of a block] of the decoder's dtype, where a block has its size
     padded to LANES; what lies where inside is ours alone.
@@ -291,7 +294,7 @@ class Decoder:
         for struct, layer in zip(layers, weights.layers, strict=True):
             for name in ("input_norm", "post_norm", "q_norm", "k_norm"):
                 setattr(struct, name, _pointer(getattr(layer, name)))
-            for name in ("qkv", "output", "gate_up", "down"):
+            for name in _LAYER_MATRICES:
                 setattr(struct, name, getattr(layer, name).struct)
         self.hidden, self.vocab = len(weights.norm), weights.head.outputs
         self.dtype = dtype

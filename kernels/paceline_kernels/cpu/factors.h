@@ -15,8 +15,8 @@ constexpr int ROOM = 14;
 // Whether they hold the sums of so many rows with so many registers of columns.
 constexpr bool fit(int rows, int columns) { return rows * columns + std::min(rows, columns) <= ROOM; }
 
-// The factors of a product: a line of weights W, a register of 4 bytes for each output, and the inputs X that meet them; in
-// PARTS that are added one after the other.
+// The factors of a product: a line of weights W, a register of 4 bytes for each output, and the inputs X that meet them;
+// in PARTS that are added one after the other.
 template <class W, class X>
 struct Factors {
     static constexpr int PARTS = 1;

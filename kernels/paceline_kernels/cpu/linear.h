@@ -413,8 +413,8 @@ constexpr int FEW_ROWS = 8;
 constexpr int FEW_ROWS = 2;
 #endif
 
-// Weights that pass the caches by share the first one with activations; from so many bytes of these on, an element of each
-// row, loads like others are faster.
+// Weights that pass the caches by share the first one with activations; from so many bytes of these on, an element of
+// each row, loads like others are faster.
 constexpr int64_t LEAST_KEPT = 10;
 
 constexpr int64_t SMALL = 1 << 22;  // bytes of weights that are read before it pays to hand some to another thread

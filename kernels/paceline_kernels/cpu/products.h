@@ -50,7 +50,9 @@ public:
         corrections_ = correction_memory_.get(elements / GROUP);
     }
 
-    Packed8::Input of(int64_t inputs) const { return {{values_, Packed8::padded(inputs), height_}, scales_, corrections_}; }
+    Packed8::Input of(int64_t inputs) const {
+        return {{values_, Packed8::padded(inputs), height_}, scales_, corrections_};
+    }
 
 private:
     Zeroed<ByteActivation> value_memory_;

@@ -182,8 +182,8 @@ inline Register load_register(const void* from) {
     return x;
 }
 
-// The same, aligned, of what is read once: a non-temporal load, after which CPUs of AMD do not keep the line in the third
-// cache. Elsewhere it is a load like others. It stays where it is written; GCC would place it badly.
+// The same, aligned, of what is read once: a non-temporal load, after which CPUs of AMD do not keep the line in the
+// third cache. Elsewhere it is a load like others. It stays where it is written; GCC would place it badly.
 inline Register load_once(const void* from) {
 #if defined(__AVX2__)
     Register x;

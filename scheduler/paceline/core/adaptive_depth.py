@@ -59,11 +59,11 @@ class AdaptiveDepth:
     nearly what they would with no draft but those that bounds ask for, if that is more: the time of prompts is so much
     for each token to come, whatever the depth, and makes no other second cheaper.
 
-    A `DepthPolicy`. A decision stands for `DWELL` steps unless the load changes. The number of passes changes once what
-    was missed by keeping it adds up to `HYSTERESIS`. Requests that do not draft, and one position more than anyone
-    drafts, are probed now and then, for at most `PROBE_SHARE` of the time. That also pays for what requests lose that
-    go on, not quite worth a draft, before their draft model falls behind. The price of a step without drafts is probed
-    too.
+    A `DepthPolicy`. A decision stands for `DWELL` steps unless the load changes; who drafted is reviewed in between.
+    The number of passes changes once what was missed by keeping it adds up to `HYSTERESIS`. Requests that do not draft,
+    and one position more than anyone drafts, are probed now and then, for at most `PROBE_SHARE` of the time. That also
+    pays for what requests lose that go on, not quite worth a draft, before their draft model falls behind. The price of
+    a step without drafts is probed too.
     """
 
     def __init__(self, costs: CostModel, *, max_depth: int = MAX_DEPTH) -> None:
@@ -96,8 +96,8 @@ class AdaptiveDepth:
         return None if self._is_due(load, slot_price) else self._chosen
 
     def join(self, candidate: DepthCandidate) -> Chosen:
-        """The best for one new request at the prices of the last decision, within its number of passes; for one whose
-        choice is reviewed, no more than that.
+        """The best for one new request at the prices of the last decision, within its number of passes; for one that
+        has drafted since, what it still earns.
         """
         before = self._reviewed.pop(candidate.request_id, None)
         if before is not None:
@@ -134,7 +134,7 @@ class AdaptiveDepth:
         for survival in offer.survivals:
             price = self._mean_price if depth < before else next_price
             if offer.method is DRAFT_MODEL:
-                price += passes[depth if depth < len(passes) else -1]
+                price += passes[min(depth, len(passes) - 1)]
             if survival <= price:
                 break
             depth += 1

@@ -34,7 +34,7 @@ class DepthPolicy(Protocol):
         return None
 
     def join(self, candidate: DepthCandidate) -> Chosen:
-        """The same for a request that was not there before, while what stands goes on to hold."""
+        """The same for a request of which nothing stands, while what stands of the others goes on to hold."""
         raise AssertionError("asked only of policies whose choices stand")
 
     def observe(self, outcome: Outcome) -> None:
