@@ -258,10 +258,34 @@ class TestMany:
         for number in range(count):
             tenant = "abc"[number % 3]
             request = train(model, tenant, rng.random(), steps=int(rng.integers(5)), seed=number, depth=3)
-            asked.append(("never seen" if number == 5 else tenant, request, int(rng.integers(1, 9))))
-        for found, one in zip(model.survivals_of(asked), asked, strict=True):
-            assert found == pytest.approx(model.survivals(*one), rel=1e-12)
-            assert len(found) == one[2]
+            agreed = int(rng.integers(20))
+            asked.append(("never seen" if number == 5 else tenant, request, int(rng.integers(1, 9)), agreed))
+        for found, (tenant, request, depth, agreed) in zip(model.survivals_of(asked), asked, strict=True):
+            assert found == pytest.approx(model.survivals(tenant, request, depth, agreed=agreed), rel=1e-12)
+            assert len(found) == depth
+
+
+class TestAgreed:
+    def test_positions_begin_behind_what_agreed_before(self) -> None:
+        model = AcceptanceModel(NGRAM_TRAITS)
+        whole = model.survivals("a", Residual(), 12)
+        for agreed in range(8):
+            told = conditional(model.survivals("a", Residual(), 4, agreed=agreed))
+            assert told == pytest.approx(conditional(whole)[agreed : agreed + 4])
+
+    def test_what_is_learned_there_is_of_these_positions(self) -> None:
+        model, rng = AcceptanceModel(NGRAM_TRAITS), np.random.default_rng(7)
+        for _ in range(3000):
+            agreed = int(rng.integers(4))
+            rates = [0.1, 0.3, 0.6, 0.9, 0.9, 0.9]
+            model.observe("a", Residual(), verify(rng, rates[agreed : agreed + 2], 2), agreed=agreed)
+        assert conditional(model.survivals("a", Residual(), 4)) == pytest.approx([0.1, 0.3, 0.6, 0.9], abs=0.1)
+        assert not model.calibration.count[2:].any(), "drafts are numbered as they are drafted"
+
+    def test_far_behind_what_anybody_reached_is_like_the_last(self) -> None:
+        model = AcceptanceModel()
+        model.observe("a", request := Residual(), (1.0,), agreed=9)
+        assert len(model.survivals("a", request, 3, agreed=30)) == 3
 
 
 class TestTime:

@@ -344,25 +344,14 @@ def test_ngram_needs_no_pass() -> None:
 
 
 @pytest.mark.usefixtures("no_savings")
-def test_what_may_not_be_proposed_is_as_deep_as_what_surely_is() -> None:
-    """Drafts that are not there are no rows: n-grams that seldom find anything cost the less for that."""
-    depths = {
-        chance: choose(adaptive(), DepthCandidate(0, (Offer(NGRAM, geometric(0.7), chance=chance),), 0, 8))
-        for chance in (0.05, 0.4, 1.0)
-    }
-    assert depths[1.0] == depths[0.4] == depths[0.05] != [0]
-
-
-@pytest.mark.usefixtures("no_savings")
-def test_chances_are_part_of_what_an_offer_is_worth() -> None:
+def test_the_better_offer_is_taken() -> None:
     """By all choices there are, where a row costs the same wherever it comes; newcomers choose alike."""
     generator = np.random.default_rng(0)
     taken = []
     for _ in range(200):
         per_row, a_pass = generator.uniform(0.0, 0.3, 2)
         costs = Costs(lambda n, a=per_row: 1.0 + a * n, lambda n, a=a_pass: a * n)  # type: ignore[misc]
-        chance = float(generator.uniform(0.05, 1.0))
-        offers = (Offer(NGRAM, random_run(generator), chance=chance), Offer(MODEL, random_run(generator)))
+        offers = (Offer(NGRAM, random_run(generator)), Offer(MODEL, random_run(generator)))
         policy = adaptive(costs)
         learned(policy, generator.uniform(0.4, 2.5))
         one = DepthCandidate(0, offers, 0, 3)
@@ -370,13 +359,16 @@ def test_chances_are_part_of_what_an_offer_is_worth() -> None:
         second = policy.decision.price_of_time
         prices = {NGRAM: second * per_row, MODEL: second * (per_row + a_pass)}
         values = {
-            (offer.method, depth): offer.chance * (sum(offer.survivals[:depth]) - prices[offer.method] * depth)
+            (offer.method, depth): sum(offer.survivals[:depth]) - prices[offer.method] * depth
             for offer in offers
             for depth in range(1, len(offer.survivals) + 1)
         }
         best = max(0.0, *values.values())
         assert values.get((chosen.method, chosen.depth), 0.0) == pytest.approx(best, abs=1e-9)
         taken.append(chosen.method)
+        [joined] = policy.join([changed(one, request_id=1)], load_of([one]))
+        if chosen.method is not NGRAM:  # else there are no passes that it could join
+            assert values.get((joined.method, joined.depth), 0.0) == pytest.approx(best, abs=1e-9)
     assert {NGRAM, MODEL} <= set(taken)
 
 
@@ -389,18 +381,59 @@ def drafted(policy: AdaptiveDepth, *drafts: tuple[int, int, int], count: int = 1
 def test_choices_are_reviewed_after_every_step_with_drafts() -> None:
     """What drafts bring changes with what they brought."""
     policy = adaptive(Costs(lambda rows: 1.0 + 0.02 * rows))
-    three = [candidate(0.8, 0, method=NGRAM), candidate(0.8, 1), candidate(0.8, 2, method=NGRAM)]
+    three = [candidate(0.8, i) for i in range(3)]
     load = load_of(three)
     depths = [choice.depth for choice in policy.choose(three, load)]
     assert set(policy.standing(load) or ()) == {0, 1, 2}
     drafted(policy, (0, depths[0], depths[0]), (1, depths[1], 0), count=3)
     assert set(policy.standing(load) or ()) == {2}
-    assert policy.join(three[1]) == Chosen(MODEL, depths[1])
-    assert policy.join(three[0]) == Chosen(NGRAM, depths[0]), "what still pays stays"
-    drafted(policy, (0, depths[0], 0), count=3)
-    worse = changed(three[0], offers=(Offer(NGRAM, geometric(0.01)), Offer(MODEL, geometric(0.9), 100)))
-    assert policy.join(worse).depth == 0, "and nobody changes to a draft model between decisions, which has to catch up"
+    assert policy.join(three[:2], load) == [Chosen(MODEL, depth) for depth in depths[:2]], "what still pays stays"
     assert set(policy.standing(load) or ()) == {0, 1, 2}
+
+
+@pytest.mark.usefixtures("no_savings")
+def test_ngrams_are_looked_at_in_every_step() -> None:
+    """What stands meanwhile is what the draft model does."""
+    policy = adaptive(Costs(lambda rows: 1.0 + 0.05 * rows, lambda _: 0.05))
+    by_model = Offer(MODEL, geometric(0.7))
+    [(method, usual)] = ask(policy, [plain := DepthCandidate(0, (by_model,), 0, 8)], load_of([plain]))
+    assert method is MODEL
+    for rate, expected in ((0.99, Chosen(NGRAM, 8)), (0.1, Chosen(MODEL, usual)), (0.95, Chosen(NGRAM, 8))):
+        both = changed(plain, offers=(by_model, Offer(NGRAM, geometric(rate))))
+        assert ask(policy, [both], load_of([both])) == [expected]
+        assert ask(policy, [plain], load_of([plain])) == [Chosen(MODEL, usual)]
+
+
+def beside_what_stands(generator: np.random.Generator) -> tuple[int, int]:
+    """Requests with n-grams beside two with a draft model, on costs with stairs: what they draft is the best there
+    is. Says how much that was, and how much it could have been.
+    """
+    seconds = 1.0 + np.cumsum(generator.choice([0.0, 0.02, 0.5], 40, p=[0.5, 0.3, 0.2]))
+    costs = Costs(lambda rows: float(seconds[rows]))
+    policy = adaptive(costs)
+    standing = [candidate(0.8, 10 + i, highest=1 + int(generator.integers(2))) for i in range(2)]
+    load = load_of(standing, prompts=3)
+    ask(policy, standing, load)
+    copying = [DepthCandidate(i, (Offer(NGRAM, random_run(generator)),), 0, 3) for i in range(3)]
+    chosen = ask(policy, [*standing, *copying], load)
+    rows, second = load.rows + sum(choice.depth for choice in chosen[:2]), policy._price_of_time(load)
+
+    def value(depths: Sequence[int]) -> float:
+        tokens = sum(sum(one.offers[0].survivals[:depth]) for one, depth in zip(copying, depths, strict=True))
+        return tokens - second * (costs.by_rows(rows + sum(depths)) - costs.by_rows(rows))
+
+    taken, most = [choice.depth for choice in chosen[2:]], [len(one.offers[0].survivals) for one in copying]
+    best = max(value(depths) for depths in itertools.product(*(range(depth + 1) for depth in most)))
+    assert value(taken) == pytest.approx(best, abs=1e-9)
+    return sum(taken), sum(most)
+
+
+@pytest.mark.usefixtures("no_savings")
+def test_slots_of_ngrams_are_the_best_there_are_in_every_step() -> None:
+    generator = np.random.default_rng(1)
+    taken = [beside_what_stands(generator) for _ in range(60)]
+    assert any(0 < depth < most for depth, most in taken)
+    assert any(depth == most for depth, most in taken)
 
 
 def test_a_draft_model_goes_as_deep_as_pays_until_the_next_decision() -> None:
@@ -437,35 +470,15 @@ def test_bounds_that_leave_no_choice_are_not_reviewed() -> None:
     assert set(policy.standing(load_of([one])) or ()) == {0}
 
 
-def test_a_stair_behind_a_choice_does_not_end_it() -> None:
+@pytest.mark.parametrize("method", [MODEL, NGRAM])
+def test_a_stair_behind_a_choice_does_not_end_it(method: Method) -> None:
     """Five drafts for nothing, and a sixth that doubles the step: the five go on as long as they may pay."""
     policy = adaptive(Costs(lambda rows: 1.0 if rows <= 6 else 2.0))
-    one = candidate(0.8, method=NGRAM)
+    one = candidate(0.8, method=method)
     assert choose(policy, one) == [5]
     for _ in range(3):
         drafted(policy, (0, 5, 2))
         assert choose(policy, one) == [5]
-
-
-@pytest.mark.usefixtures("no_savings")
-def test_newcomers_know_chances_too() -> None:
-    policy = adaptive()
-    first = candidate(0.9)
-    policy.choose([first], load_of([first]))
-    for chance, method in ((1.0, NGRAM), (0.2, MODEL)):
-        offers = (Offer(NGRAM, geometric(0.9), chance=chance), Offer(MODEL, geometric(0.8)))
-        assert policy.join(DepthCandidate(1, offers, 0, 8)).method is method
-
-
-def test_what_a_step_takes_is_told_without_what_is_not_proposed() -> None:
-    told = []
-    for chance in (0.1, 1.0):
-        policy = adaptive(Costs(lambda rows: 1.0 + 0.05 * rows))
-        choose(policy, DepthCandidate(0, (Offer(NGRAM, geometric(0.9), chance=chance),), 0, 8))
-        told.append(policy.decision)
-    assert told[0].slots == told[1].slots == 8
-    assert told[0].predicted_seconds == pytest.approx(1.0 + 0.05 * 2)
-    assert told[1].predicted_seconds == pytest.approx(1.0 + 0.05 * 9)
 
 
 # -- bounds and budget -----------------------------------------------------------------------------------------------
@@ -689,7 +702,7 @@ def test_requests_go_on_while_what_they_lose_together_is_paid_for(count: int) ->
 def test_prompts_beside_the_first_decision_buy_no_probes() -> None:
     """They make that step 200 times as long."""
     policy = adaptive(Costs(lambda rows: 1.0 * rows))
-    candidates = [candidate(0.01, method=NGRAM)]
+    candidates = [candidate(0.01)]
     policy.choose(candidates, load_of(candidates, prompts=199))
     assert policy._probe_seconds <= PROBE_CREDIT + PROBE_SHARE * 200
 

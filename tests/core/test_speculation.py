@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from core.harness import Harness, always, never
+from paceline.core.acceptance import Residual
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel, StepShape
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SchedulingParams, SpeculationParams, StopParams, Verification
-from paceline.core.plan import SequenceWork
+from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepTimes
 from paceline.core.request import Request
 from paceline.core.sequence import Sequence
 from paceline.core.speculation import MAX_TENANTS, SpeculationControl
@@ -41,9 +42,10 @@ class Bench(Harness):
         policy: DepthPolicy,
         right: Callable[[int, int], bool] = always,
         ngram_right: Callable[[int, int], bool] | None = None,
+        lag: int = 0,
         **changes: object,
     ) -> None:
-        super().__init__(config(**changes), policy, right=right)
+        super().__init__(config(**changes), policy, lag, right)
         self.scheduler.speculation = SpeculationControl(policy, costs())
         if ngram_right is not None:
             self.runner = _TwoDrafters(self.config, right, ngram_right)
@@ -83,6 +85,12 @@ class _TwoDrafters(ScriptedRunner):
     def _verify(self, work: SequenceWork, drafts: list[int]):  # type: ignore[no-untyped-def]
         self.draft_is_right = self._right[Method.NGRAM]  # of which only what is scored is asked here
         return super()._verify(work, drafts)
+
+    def times(self, plan: StepPlan) -> StepTimes:
+        """What `costs` tells, of a single request: else the price of time would rise and rise."""
+        passes = sum(work.num_drafts for work in plan.work if work.method is Method.DRAFT_MODEL)
+        target = costs().target(plan.num_rows, 0)
+        return StepTimes(draft=PASS * passes, verify=target, total=target + PASS * passes)
 
 
 # -- seconds -----------------------------------------------------------------------------------------------------------
@@ -170,25 +178,54 @@ def test_what_only_the_target_sees_teaches_nothing_about_others(sampling: Sampli
     assert survival(bench, "a") == before
 
 
-class _Mute(ScriptedRunner):
-    """n-grams that have something to propose behind every third token."""
+class _Matches(ScriptedRunner):
+    """n-grams whose matches are so long, by the length of the text."""
 
-    def _draft(self, sequence: Sequence, work: SequenceWork) -> list[int]:
-        return super()._draft(sequence, work) if len(sequence) % 3 == 0 else []
+    def __init__(self, config: SchedulerConfig, match: Callable[[int], int], right: Callable[[int, int], bool]) -> None:
+        super().__init__(config.num_blocks, config.block_size, right)
+        self._match = match
+
+    def _verify(self, work: SequenceWork, drafts: list[int]) -> SequenceResult:
+        result = super()._verify(work, drafts)
+        result.match = self._match(len(self.sequences[work.request_id])) if work.scores_ngram else 0
+        return result
 
 
-def test_having_nothing_to_propose_is_no_rejection() -> None:
-    bench = Bench(FixedDepth(3), method=Method.NGRAM)
-    bench.runner = _Mute(bench.config.num_blocks, bench.config.block_size, always)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_ngrams_draft_where_they_have_something_to_propose(lag: int) -> None:
+    bench = Bench(FixedDepth(3), method=Method.NGRAM, lag=lag)
+    bench.runner = _Matches(bench.config, lambda length: length % 3 == 0, always)
     request = bench.add(5, max_tokens=200)
     bench.drain()
-    control, own = bench.control, request.residuals[Method.NGRAM]
-    assert request.counts.drafted > 0
-    assert control.drafters[Method.NGRAM, Verification.GREEDY].acceptance.survivals("", own, 1)[0] > 0.9
-    [chance] = control.proposals.survivals("", request.proposing, 1)
-    assert chance == pytest.approx(request.counts.drafted / 3 / request.counts.verify_steps, abs=0.2)
-    control.forget()
-    assert not control.proposals.is_observed
+    length, asked = 5, {True: [0, 0], False: [0, 0]}
+    for work, result in zip(bench.works(request), bench.results, strict=True):
+        if length > 5:
+            asked[length % 3 == 0][work.num_drafts > 0] += 1
+        length += len(result.token_ids)
+    drafted, idle = asked[True], asked[False]
+    if lag:
+        assert drafted[1], "nobody knows while a result is awaited, so everybody tries"
+    else:
+        # The last tokens have no room for drafts.
+        assert drafted[1] > 10 >= drafted[0]
+        assert not idle[1]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_follows_a_match_is_known_by_its_length(depth: int) -> None:
+    """Drafted or only scored: long matches go on, short ones do not."""
+
+    def match(length: int) -> int:
+        return 1 + 5 * (length % 3 > 0)
+
+    bench = Bench(FixedDepth(depth), method=Method.NGRAM)
+    bench.runner = _Matches(bench.config, match, lambda request_id, position: match(position) > 1)
+    request = bench.add(6, max_tokens=300)
+    bench.drain()
+    acceptance, own = bench.control.drafters[Method.NGRAM, Verification.GREEDY].acceptance, Residual()
+    short, long = (acceptance.survivals("", own, 1, agreed=agreed)[0] for agreed in (0, 5))
+    assert short < 0.2 < 0.8 < long
+    assert request.counts.verify_steps > 100
 
 
 def test_forgetting_is_complete() -> None:

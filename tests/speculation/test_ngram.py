@@ -11,7 +11,7 @@ from paceline.core.method import Method
 from paceline.core.plan import Admission, SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.speculation import Ngram
-from paceline.speculation.ngram import LONGEST, SHORTEST
+from paceline.speculation.ngram import LONGEST, MOST_MATCHED
 
 
 def propose(drafter: Ngram, sequence: Sequence, depth: int) -> list[int]:
@@ -25,12 +25,15 @@ def sequence_of(token_ids: list[int], request_id: int = 1) -> Sequence:
     return Sequence(Admission(request_id, tuple(token_ids), len(token_ids)))
 
 
-def naive(token_ids: list[int], depth: int) -> list[int]:
-    for n in range(LONGEST, SHORTEST - 1, -1):
+def naive(token_ids: list[int], depth: int) -> tuple[list[int], int]:
+    """What is proposed, and how many tokens before it agree."""
+    for n in range(min(LONGEST, len(token_ids)), 0, -1):
         for end in range(len(token_ids) - 1, n - 1, -1):
-            if len(token_ids) >= n and token_ids[end - n : end] == token_ids[-n:]:
-                return list(itertools.islice(itertools.cycle(token_ids[end:]), depth))
-    return []
+            if token_ids[end - n : end] == token_ids[-n:]:
+                while n < min(MOST_MATCHED, end) and n >= LONGEST and token_ids[end - n - 1] == token_ids[-n - 1]:
+                    n += 1
+                return list(itertools.islice(itertools.cycle(token_ids[end:]), depth)), n
+    return [], 0
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,7 @@ def naive(token_ids: list[int], depth: int) -> list[int]:
         ([1, 2, 3, 4, 1, 2], 9, [3, 4, 1, 2, 3, 4, 1, 2, 3]),
         ([1, 2, 9, 1, 2, 8, 1, 2], 1, [8]),  # the latest match
         ([5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2], 1, [7]),  # but a longer one first
+        ([1, 2, 3, 2], 2, [3, 2]),  # one token will do
         ([1, 2, 3], 4, []),
         ([1], 4, []),
         ([7, 7, 7], 3, [7, 7, 7]),  # a loop goes on
@@ -54,9 +58,35 @@ def test_growing_text_agrees_with_a_search_from_scratch() -> None:
     rng = random.Random(4)
     drafter = Ngram()
     sequence = sequence_of([0, 1])
-    for _ in range(300):
-        sequence.token_ids.extend(rng.randrange(4) for _ in range(rng.randint(1, 5)))
-        assert propose(drafter, sequence, 5) == naive(sequence.token_ids, 5)
+    matches = set()
+    for step in range(300):
+        if step % 10:
+            sequence.token_ids.extend(rng.randrange(4) for _ in range(rng.randint(1, 5)))
+        else:
+            start = rng.randrange(max(1, len(sequence.token_ids) - 24))
+            sequence.token_ids.extend(sequence.token_ids[start : start + 24])
+        expected, match = naive(sequence.token_ids, 5)
+        assert drafter.match(sequence) == match
+        assert propose(drafter, sequence, 5) == expected
+        matches.add(match)
+    assert {2, 3, 4, 5, MOST_MATCHED} <= matches
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ([1, 2, 3], 0),
+        ([1, 2, 3, 1], 1),
+        ([1, 2, 3, 4, 1, 2], 2),
+        ([9, 5, 6, 7, 8, 1, 5, 6, 7, 8], 4),
+        ([9, 4, 5, 6, 7, 8, 1, 4, 5, 6, 7, 8], 5),
+        ([4, 5, 6, 7, 8, 4, 5, 6, 7, 8], 5),  # up to the text's begin
+        ([7] * 5, 4),
+        (list(range(40)) * 2, MOST_MATCHED),
+    ],
+)
+def test_a_match_is_as_long_as_tokens_agree(text: list[int], match: int) -> None:
+    assert Ngram().match(sequence_of(text)) == match
 
 
 def test_sequences_do_not_see_each_other_and_are_forgotten() -> None:

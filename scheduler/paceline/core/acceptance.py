@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf, log, sqrt
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -48,6 +48,10 @@ _POSITION_DECAY: Final = _POSITION.decay
 _POSITION_PRIOR: Final = _POSITION.prior
 
 
+# Tenant, request, depth, and positions before the first draft.
+Question: TypeAlias = tuple[str, "Residual", int, int]
+
+
 class Traits(NamedTuple):
     """What is known of a kind of drafter before it was observed.
 
@@ -63,9 +67,9 @@ class Traits(NamedTuple):
 # A memory of 25 steps and one of 4: once n-grams copy, they go on for a while. The prior of a draft model served best
 # on recorded acceptance, of requests that are alike and of very different ones.
 MODEL_TRAITS: Final = Traits((PRIOR_RATE,), Level(decay=0.96, prior=6.0, tail=0.25))
-NGRAM_TRAITS: Final = Traits((0.6, 0.85), Level(decay=0.75, prior=1.0))
-# Of another question that is answered alike: will n-grams have anything to propose?
-PROPOSAL_TRAITS: Final = Traits((0.6,), Level(decay=0.9, prior=1.0))
+# By how many tokens agreed before, and were drafted since.
+NGRAM_RATES: Final = (0.3, 0.5, 0.6, 0.7, 0.75, *(0.8,) * 5, *(0.85,) * 6)
+NGRAM_TRAITS: Final = Traits(NGRAM_RATES, Level(decay=0.75, prior=1.0))
 
 
 @dataclass(slots=True)
@@ -105,6 +109,9 @@ class AcceptanceModel:
     is right-censored by the depth, and positions behind a rejection say nothing. Accepted / depth would be biased low
     (0.59 for a true 0.8 at depth 4), and would throttle itself.
 
+    Before the first draft of an n-gram some tokens have agreed already: its position counts them, too. So what is known
+    of copies is how long they go on, by how long they have gone on. To the calibration it is a first position still.
+
     Positions have residuals of their own because the rate is no constant of the depth: it rises where requests differ,
     since the easy ones get deep, and it falls where a drafter drifts away from the target. A position that nobody
     reached yet is taken for the deepest one that somebody did.
@@ -130,44 +137,45 @@ class AcceptanceModel:
         self._compare()
         return self._calibration
 
-    def survivals(self, tenant: str, request: Residual, depth: int, optimism: float = 0.0) -> list[float]:
+    def survivals(
+        self, tenant: str, request: Residual, depth: int, optimism: float = 0.0, agreed: int = 0
+    ) -> list[float]:
         """S_1 .. S_depth, S_j = probability that the first j drafts are all accepted: in [0, 1], non-increasing.
 
         Args:
             optimism: standard deviations of the request's residual that are added to its log-odds; 0 for the mean.
+            agreed: positions before the first of them.
         """
         log_odds = self._log_odds(tenant, request)
         if optimism:
             log_odds += optimism / sqrt(request.information + self._of_request.prior_at(request.shift))
         survivals = []
-        survival, rate = 1.0, 1.0
-        for position in self._positions[:depth]:
-            rate = _rate(log_odds + position.shift)
-            survival *= rate
+        survival = 1.0
+        for position in self._positions[agreed : agreed + depth]:
+            survival *= _rate(log_odds + position.shift)
             survivals.append(survival)
+        rate = _rate(log_odds + self._positions[-1].shift)
         while len(survivals) < depth:
             survival *= rate
             survivals.append(survival)
         return survivals
 
-    def survivals_of(self, asked: Sequence[tuple[str, Residual, int]]) -> list[list[float]]:
-        """`survivals` of many: of each tenant, request and depth."""
+    def survivals_of(self, asked: Sequence[Question]) -> list[list[float]]:
+        """`survivals` of many."""
         if len(asked) < _FEW:
-            return [self.survivals(*one) for one in asked]
-        depths = [depth for _, _, depth in asked]
-        shifts = np.array([position.shift for position in self._positions[: max(depths)]])
-        log_odds = np.array([self._log_odds(tenant, request) for tenant, request, _ in asked])[:, None] + shifts
-        rates = 1.0 / (1.0 + np.exp(-np.clip(log_odds, _LOWEST, _HIGHEST)))  # [requests, positions]
-        unknown = max(depths) - rates.shape[1]
-        if unknown > 0:
-            rates = np.concatenate([rates, np.repeat(rates[:, -1:], unknown, axis=1)], axis=1)
-        rows = np.cumprod(rates, axis=1).tolist()
+            return [self.survivals(tenant, request, depth, agreed=agreed) for tenant, request, depth, agreed in asked]
+        depths = [depth for _, _, depth, _ in asked]
+        shifts = np.array([position.shift for position in self._positions])
+        positions = np.array([agreed for _, _, _, agreed in asked])[:, None] + np.arange(max(depths))
+        log_odds = np.array([self._log_odds(tenant, request) for tenant, request, _, _ in asked])[:, None]
+        log_odds = log_odds + shifts[np.minimum(positions, len(shifts) - 1)]  # [requests, depth]
+        rows = np.cumprod(1.0 / (1.0 + np.exp(-np.clip(log_odds, _LOWEST, _HIGHEST))), axis=1).tolist()
         return [row[:depth] for row, depth in zip(rows, depths)]
 
     @property
     def is_observed(self) -> bool:
         """Somebody's drafts were."""
-        return self._positions[0].information > 0.0
+        return any(position.information > 0.0 for position in self._positions)
 
     def rates(self, tenant: str = "") -> list[float]:
         """Of a new request, as far as anything is known: the chance at each position that a draft is kept if all before
@@ -176,13 +184,16 @@ class AcceptanceModel:
         log_odds = self._log_odds(tenant, Residual())
         return [_rate(log_odds + position.shift) for position in self._positions]
 
-    def observe(self, tenant: str, request: Residual, reached: Sequence[float], shared: bool = True) -> None:
+    def observe(
+        self, tenant: str, request: Residual, reached: Sequence[float], shared: bool = True, agreed: int = 0
+    ) -> None:
         """Learn from one verify step. Changes `request` and, if `shared`, what is known of the tenant and the drafter.
 
         Args:
             reached: for each reached position, in order, the probability that a draft there is accepted, or 0 or 1
                 where only the outcome is known: the same on average, with more noise. Empty: no effect.
             shared: False where the request's own transforms of the target's logits make it no example for others.
+            agreed: positions before the first of them.
         """
         if not reached:
             return
@@ -198,7 +209,8 @@ class AcceptanceModel:
         unexplained = prior / (information + prior)
         known = self._of_request.decay * information + prior
         tenant_shift, tenant_known = of_tenant.shift, _TENANT.decay * of_tenant.information + _TENANT.prior
-        positions, (told_positions, rates, labels), index = self._positions, self._told, 0
+        positions, (told_positions, rates, labels) = self._positions, self._told
+        index = min(agreed, len(positions))
         for label in reached:
             if index < len(positions):
                 position = positions[index]
@@ -223,7 +235,7 @@ class AcceptanceModel:
         request.information = known - prior
         if shared:
             of_tenant.shift, of_tenant.information = _bounded(tenant_shift), tenant_known - _TENANT.prior
-        told_positions.extend(range(index))
+        told_positions.extend(range(len(reached)))
         labels.extend(reached)
         if len(rates) >= _COMPARED_AT_ONCE:
             self._compare()

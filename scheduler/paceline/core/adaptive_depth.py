@@ -8,6 +8,7 @@ output.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -60,6 +61,7 @@ class AdaptiveDepth:
     for each token to come, whatever the depth, and makes no other second cheaper.
 
     A `DepthPolicy`. A decision stands for `DWELL` steps unless the load changes; who drafted is reviewed in between.
+    N-grams are looked at in every step: what they have to propose, and how good that is, nobody knows before.
     The number of passes changes once what was missed by keeping it adds up to `HYSTERESIS`. Requests that do not draft,
     and one position more than anyone drafts, are probed now and then, for at most `PROBE_SHARE` of the time. That also
     pays for what requests lose that go on, not quite worth a draft, before their draft model falls behind. The price of
@@ -82,7 +84,7 @@ class AdaptiveDepth:
         self._slot_prices: dict[Method, float] = {}  # tokens, as of the last decision
         self._mean_price = 0.0  # tokens, of the slots that the last decision took
         self._pass_prices: list[float] = []  # tokens, for each of its passes and one more: what one sequence adds
-        self._chosen: dict[int, Chosen] = {}  # by request, since the last decision
+        self._chosen: dict[int, Chosen] = {}  # by request, since the last decision: nothing, or by the draft model
         self._reviewed: dict[int, Chosen] = {}  # what was chosen for those that have drafted since
         self._bound: set[int] = set()  # requests whose bounds leave no choice
         self._probe_seconds = 0.0  # saved, not yet spent
@@ -95,50 +97,96 @@ class AdaptiveDepth:
         self._num_steps += 1
         return None if self._is_due(load, slot_price) else self._chosen
 
-    def join(self, candidate: DepthCandidate) -> Chosen:
-        """The best for one new request at the prices of the last decision, within its number of passes; for one that
-        has drafted since, what it still earns.
+    def join(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
+        """By the draft model what the last decision's prices allow, within its number of passes; by n-grams as deep as
+        all that they have for this step pays together. A request drafts by what would bring it more alone.
         """
-        before = self._reviewed.pop(candidate.request_id, None)
-        if before is not None:
-            return self._review(candidate, before)
-        best, best_gain = NOTHING, -math.inf
-        for offer in candidate.offers:
-            price = self._slot_prices[offer.method]
-            limit = self._num_passes if offer.method is DRAFT_MODEL else self.max_depth
-            depth = sum(survival > price for survival in offer.survivals[:limit])
-            choice = within_bounds(candidate, offer, depth)
-            gain = offer.chance * (sum(offer.survivals[: choice.depth]) - price * choice.depth)
-            if gain > best_gain:
-                best, best_gain = choice, gain
-        self._chosen[candidate.request_id] = best
-        return best
+        chosen, copying, rows = [], [], load.rows
+        second, costs = 0.0, [0.0]
+        for index, candidate in enumerate(candidates):
+            choice, by_ngrams = NOTHING, None
+            for offer in candidate.offers:
+                if offer.method is DRAFT_MODEL:
+                    choice, survivals = self._by_model(candidate, offer), offer.survivals
+                else:
+                    by_ngrams = offer
+            chosen.append(choice)
+            if by_ngrams is not None:
+                if not second:
+                    second = self._price_of_time(load)
+                    costs = self._costs_of_slots(load.rows, self.max_depth, load, second, slot_price)
+                drafted = -math.inf
+                if choice.depth:
+                    drafted = sum(survivals[: choice.depth]) - costs[choice.depth] - self._cost_of_passes(choice.depth)
+                if max(_gains(by_ngrams.survivals[: self.max_depth], costs)) > drafted:
+                    copying.append((index, by_ngrams))
+                    continue
+            rows += choice.depth
+        if copying:
+            self._share_out(candidates, copying, chosen, rows, load, second, slot_price)
+        return chosen
 
-    def _review(self, candidate: DepthCandidate, before: Chosen) -> Chosen:
-        """As deep as drafts still earn what they cost: a slot that was chosen in the mean, one behind it what the next
-        would, and by the draft model their part of a pass. By n-grams no deeper than before, and without a last draft
-        of the draft model it would fall behind: both are for the next decision.
+    def _by_model(self, candidate: DepthCandidate, offer: Offer) -> Chosen:
+        """What stands; for one that has drafted since, what still pays: a slot that was chosen at what it costs in the
+        mean, one behind it at what the next would cost, and its part of a pass. Without a last draft it would fall
+        behind, which is for the next decision. For a new one, the best at the prices of the last decision.
         """
-        choice = before
-        for offer in candidate.offers:
-            if offer.method is before.method:
-                worth = self._worth(offer, before.depth)
-                depth = max(worth, 1) if offer.method is DRAFT_MODEL else min(worth, before.depth)
-                choice = within_bounds(candidate, offer, depth)
-        self._chosen[candidate.request_id] = choice
+        request_id = candidate.request_id
+        choice = self._chosen.get(request_id)
+        if choice is not None:
+            return choice
+        before = self._reviewed.pop(request_id, None)
+        if before is not None:
+            depth = max(self._worth(offer, before.depth), 1)
+        else:
+            price = self._slot_prices[DRAFT_MODEL]
+            depth = sum(survival > price for survival in offer.survivals[: self._num_passes])
+        choice = self._chosen[request_id] = within_bounds(candidate, offer, depth)
         return choice
 
     def _worth(self, offer: Offer, before: int) -> int:
-        """Drafts that earn what they cost."""
+        """Drafts of the model that earn what they cost."""
         next_price, passes, depth = self._slot_prices[NGRAM], self._pass_prices, 0
         for survival in offer.survivals:
             price = self._mean_price if depth < before else next_price
-            if offer.method is DRAFT_MODEL:
-                price += passes[min(depth, len(passes) - 1)]
-            if survival <= price:
+            if survival <= price + passes[min(depth, len(passes) - 1)]:
                 break
             depth += 1
         return depth
+
+    def _share_out(
+        self,
+        candidates: Sequence[DepthCandidate],
+        copying: list[tuple[int, Offer]],
+        chosen: list[Chosen],
+        rows: int,
+        load: StepLoad,
+        second: float,
+        slot_price: float,
+    ) -> None:
+        """The likeliest slots of these offers by n-grams, as many as are worth most beside so many rows. Every count is
+        looked at: costs rise in stairs. Changes `chosen`.
+        """
+        slots = [(-survival, index) for index, offer in copying for survival in offer.survivals[: self.max_depth]]
+        slots.sort()
+        costs = self._costs_of_slots(rows, len(slots), load, second, slot_price)
+        gains = _gains([-survival for survival, _ in slots], costs)
+        depths = Counter([index for _, index in slots[: gains.index(max(gains))]])
+        for index, offer in copying:
+            choice = within_bounds(candidates[index], offer, depths[index])
+            if choice.depth:
+                chosen[index] = choice
+
+    def _costs_of_slots(self, rows: int, count: int, load: StepLoad, second: float, slot_price: float) -> list[float]:
+        """Of 0, 1, ... `count` more than so many rows, in tokens."""
+        seconds = self.costs.targets(rows, count, load.context, load.sampling)
+        costs: list[float] = (second * (seconds - seconds[0]) + slot_price * np.arange(count + 1)).tolist()
+        return costs
+
+    def _cost_of_passes(self, depth: int) -> float:
+        """What one sequence adds to the first so many draft passes, in tokens."""
+        last = len(self._pass_prices) - 1
+        return sum([self._pass_prices[min(number, last)] for number in range(depth)])
 
     def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         if not candidates:
@@ -254,7 +302,8 @@ class AdaptiveDepth:
         self._decided_at, self._decided_for = self._num_steps, (load, slot_price)
         self._chosen, self._reviewed, self._bound = {}, {}, set()
         for candidate, choice in zip(candidates, chosen):
-            self._chosen[candidate.request_id] = choice
+            if choice.method is not NGRAM:
+                self._chosen[candidate.request_id] = choice
             if candidate.lowest >= candidate.highest:
                 self._bound.add(candidate.request_id)
             if choice.depth:
@@ -327,7 +376,7 @@ class AdaptiveDepth:
             if (wait < 1.0 and not spent) or spent > PROBE_STRETCH * step.seconds:
                 break
             candidate = step.candidates[index]
-            offer = max(candidate.offers, key=lambda offer: offer.chance * offer.survivals[0])
+            [offer] = [offer for offer in candidate.offers if offer.method is DRAFT_MODEL]
             if offer.catch_up >= too_dear.get(offer.method, math.inf):
                 continue
             if self._pay(step, slot_seconds, index, offer):
@@ -349,7 +398,7 @@ class AdaptiveDepth:
         """
         waiting = []
         for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen)):
-            if choice.depth or not candidate.highest:
+            if choice.depth or not any([offer.method is DRAFT_MODEL for offer in candidate.offers]):
                 continue
             interval = self._probe_interval(candidate)
             passed = candidate.steps_without_drafts / (interval + candidate.request_id * PROBE_SPREAD % interval)
@@ -368,7 +417,7 @@ class AdaptiveDepth:
             (index, offer)
             for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen))
             for offer in candidate.offers
-            if offer.method is choice.method
+            if offer.method is choice.method is DRAFT_MODEL
             and choice.depth == self.decision.depth < min(candidate.highest, len(offer.survivals), self.max_depth)
         ]
         if deepest:
@@ -403,14 +452,13 @@ class _Step:
         self.slots = 0
         self.catch_up = 0
         self.tokens = float(load.sampling)
-        self._rows = float(load.rows)  # expected: what is not proposed is none
         self._passes: list[int] = []  # sequences in each
         for candidate, choice in zip(candidates, chosen):
             if not choice.depth:
                 continue
             for offer in candidate.offers:
                 if offer.method is choice.method:
-                    self.tokens += offer.chance * sum(offer.survivals[: choice.depth])
+                    self.tokens += sum(offer.survivals[: choice.depth])
                     self._book(offer, 0, choice.depth)
         self.seconds = self._predict()
 
@@ -448,7 +496,6 @@ class _Step:
     def _book(self, offer: Offer, before: int, after: int) -> None:
         """Let a request draft by `after` instead of `before`."""
         self.slots += after - before
-        self._rows += offer.chance * (after - before)
         if offer.method is not DRAFT_MODEL:
             return
         if before == 0:
@@ -460,5 +507,15 @@ class _Step:
 
     def _predict(self) -> float:
         load = self.load
-        shape = StepShape(round(self._rows), load.context, tuple(self._passes), self.catch_up, sequences=load.sampling)
+        rows = load.rows + self.slots
+        shape = StepShape(rows, load.context, tuple(self._passes), self.catch_up, sequences=load.sampling)
         return max(self.costs.step(shape), SHORTEST)
+
+
+def _gains(survivals: Sequence[float], costs: list[float]) -> list[float]:
+    """What the first 0, 1, ... of these slots bring beyond their costs, in tokens."""
+    gains, tokens = [0.0], 0.0
+    for survival, cost in zip(survivals, costs[1:]):
+        tokens += survival
+        gains.append(tokens - cost)
+    return gains

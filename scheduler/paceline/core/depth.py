@@ -18,17 +18,14 @@ class Offer:
         survivals: probability that the first 1, 2, ... drafts are all kept; non-increasing, and as many as the method
             can draft, at least one.
         catch_up: tokens that the draft model must read before it can draft.
-        chance: that there will be drafts at all; if not, they cost nothing and bring nothing. Survivals are of the
-            case that there are.
     """
 
-    __slots__ = ("catch_up", "chance", "method", "survivals")
+    __slots__ = ("catch_up", "method", "survivals")
 
-    def __init__(self, method: Method, survivals: Sequence[float], catch_up: int = 0, chance: float = 1.0) -> None:
+    def __init__(self, method: Method, survivals: Sequence[float], catch_up: int = 0) -> None:
         self.method = method
         self.survivals = survivals
         self.catch_up = catch_up
-        self.chance = chance
 
 
 class DepthCandidate:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, StepLoad
 from paceline.core.depth_policy import DepthPolicy
-from paceline.core.method import Method
+from paceline.core.method import NGRAM, Method
 
 
 def choose_depths(
@@ -26,11 +26,20 @@ def choose_depths(
     """
     standing = policy.standing(load, slot_price=slot_price)
     if standing is not None:
-        joining = [index for index, request_id in enumerate(request_ids) if request_id not in standing]
+        joining, chosen, drafts = [], [], 0
+        for index, request_id in enumerate(request_ids):
+            choice = standing.get(request_id)
+            if choice is None or NGRAM in highest[index]:
+                joining.append(index)
+                choice = NOTHING
+            chosen.append(choice)
+            drafts += choice.depth
         if joining:
-            standing = standing | {one.request_id: policy.join(one) for one in candidates(joining)}
-        chosen = [standing[request_id] for request_id in request_ids]
-        if sum([choice.depth for choice in chosen]) > load.budget:
+            rest = StepLoad(load.rows + drafts, load.context, load.sampling, max(0, load.budget - drafts))
+            for index, choice in zip(joining, policy.join(candidates(joining), rest, slot_price=slot_price)):
+                chosen[index] = choice
+                drafts += choice.depth
+        if drafts > load.budget:
             standing = None
     if standing is None:
         chosen = policy.choose(candidates(range(len(request_ids))), load, slot_price=slot_price)

@@ -27,14 +27,15 @@ class DepthPolicy(Protocol):
         ...
 
     def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> dict[int, Chosen] | None:
-        """What was chosen before, by request, if that holds for this step too: then nobody has to be offered anew.
+        """What was chosen before, by request, if that holds for this step too. Then only those join of whom nothing
+        stands, and those for whom n-grams have something to propose: that is known for one step alone.
 
         Asked once for each step, before `choose`; None calls for that.
         """
         return None
 
-    def join(self, candidate: DepthCandidate) -> Chosen:
-        """The same for a request of which nothing stands, while what stands of the others goes on to hold."""
+    def join(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
+        """`choose` for these alone, while what stands of the others goes on to hold; their drafts are in `load`."""
         raise AssertionError("asked only of policies whose choices stand")
 
     def observe(self, outcome: Outcome) -> None:

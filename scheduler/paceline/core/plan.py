@@ -72,7 +72,8 @@ class SequenceWork:
         method: who drafts.
         draft_catch_up: known tokens that a draft model may ingest in this step, before it drafts.
         new_block_ids: blocks appended to the request's block table; they cover every row of this step.
-        scores_ngram: what an n-gram would have proposed is compared with what is emitted.
+        scores_ngram: n-grams are looked up: what they would have proposed is compared with what is emitted, unless that
+            is verified, and they tell how long a match the text ends with.
     """
 
     request_id: int
@@ -161,6 +162,8 @@ class SequenceResult:
         finish: set by the engine where a stop was found.
         scored: if the work asks for it, how what an n-gram would have proposed compares: 1 for each token that was
             emitted, and 0 for the first that was not; nothing without a proposal.
+        match: if the work asks for it, how many of the last tokens, those emitted included, stood before in this order;
+            n-grams go on as the text went on there. 0 if the last one is new, and nothing will be proposed.
     """
 
     request_id: int
@@ -176,6 +179,7 @@ class SequenceResult:
     failure: str | None
     finish: Finish | None
     scored: tuple[float, ...]
+    match: int
 
     def __init__(
         self,
@@ -192,6 +196,7 @@ class SequenceResult:
         failure: str | None = None,
         finish: Finish | None = None,
         scored: tuple[float, ...] = (),
+        match: int = 0,
     ) -> None:
         self.request_id = request_id
         self.token_ids = token_ids
@@ -206,6 +211,7 @@ class SequenceResult:
         self.failure = failure
         self.finish = finish
         self.scored = scored
+        self.match = match
 
 
 @dataclass(frozen=True, slots=True)

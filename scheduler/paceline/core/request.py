@@ -48,7 +48,8 @@ class Request:
         limits: its highest depth by each of these methods, while its end is far.
         is_example: what it accepts says something of others.
         residuals: by method, what is known of the request beside what is known of its tenant and the drafter.
-        proposing: likewise, of whether n-grams have anything to propose.
+        match: how many of its last tokens stood before in this order, as of the last result; n-grams have nothing to
+            propose if none.
         max_total_tokens: prompt and completion tokens at most: the request's own limit or the model's.
         num_tokens: known ones: prompt and emitted.
         num_computed_tokens: leading tokens with target KV, as of the last result.
@@ -111,7 +112,7 @@ class Request:
         self.siblings[request_id] = self
 
         self.residuals = {method: Residual() for method in methods}
-        self.proposing = Residual()
+        self.match = 0
         self.counts_by_method = defaultdict[Method, SpeculationCounts](SpeculationCounts)
         self.counts_without_drafts = self.counts_by_method[NO_METHOD]
         self.depth = 0

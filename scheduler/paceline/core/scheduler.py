@@ -591,6 +591,7 @@ class Scheduler:
         catches up when it is asked for a draft.
         """
         share = Share(request, rows, samples, end, blocks)
+        share.scores_ngram = samples and NGRAM in request.methods
         reads_prompt = rows > 1 or not (request.output_token_ids or request.pending)
         if reads_prompt and self.speculation.model_drafts and self._limits(request).get(DRAFT_MODEL):
             share.method, share.catch_up = DRAFT_MODEL, rows
@@ -604,7 +605,7 @@ class Scheduler:
                 continue
             if step.slowdown is not None and share.request.tenant in step.crowd:
                 continue
-            if limits := self._limits(share.request):
+            if limits := self._drafters(share.request):
                 shares.append(share)
                 highest.append(limits)
         if not shares:
@@ -613,7 +614,6 @@ class Scheduler:
         choices = self.speculation.choose(requests, highest, self._load(step), self._slot_price)
         for share, chosen in zip(shares, choices):
             request, depth = share.request, chosen.depth
-            share.scores_ngram = NGRAM in request.methods
             if not depth:
                 continue
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
@@ -628,8 +628,6 @@ class Scheduler:
             share.depth, share.catch_up = depth, gap
             if depth or gap:
                 share.method = chosen.method
-            if depth and chosen.method is NGRAM:
-                share.scores_ngram = False  # it is verified
 
     def _load(self, step: StepBuilder) -> StepLoad:
         """What drafts come on top of. Where a crowd fills up what others have left, they choose as if it were not
@@ -687,6 +685,13 @@ class Scheduler:
             if limit > 0:
                 limits[method] = limit
         return limits
+
+    def _drafters(self, request: Request) -> dict[Method, int]:
+        """The same of those that have something to propose; n-grams might, as long as a result is awaited."""
+        limits = self._limits(request)
+        if NGRAM not in limits or request.match or request.pending:
+            return limits
+        return {DRAFT_MODEL: limits[DRAFT_MODEL]} if DRAFT_MODEL in limits else {}
 
     # -- transitions ---------------------------------------------------------------------------------------------------
 

@@ -45,8 +45,8 @@ class SlotProblem:
     A *run* is what one offer could draft. For a given D, which is paid for whole, slots at positions up to D (by
     n-gram: all) stand in one order: first those that bounds ask for, then by what they bring. Survivals do not
     increase, so what is taken from its front is a prefix of each run. Every count is looked at: costs rise in stairs,
-    so the first drop says nothing. If a pass costs a constant and a share for each of its sequences, and all that is
-    drafted is sure to be proposed or a row always costs the same, the outcome is the best there is.
+    so the first drop says nothing. If a pass costs a constant and a share for each of its sequences, the outcome is the
+    best there is.
 
     Args:
         second: what a second is worth, in tokens.
@@ -93,12 +93,9 @@ class SlotProblem:
         rows_taken = 1 + np.where(columns == 0, runs.catch_up[rows], 0)
         taken &= np.cumsum(taken * rows_taken, axis=1) <= self.load.budget
         counts = _from_zero(taken)
-        chances = runs.chances[rows]
         drafting = self._drafting(taken, columns, of_model) + taken * np.where(columns == 0, runs.reading[rows], 0.0)
-        # Drafts that are not proposed are no rows.
-        expected = np.interp(_from_zero(taken * chances), np.arange(len(self.targets)), self.targets)
-        seconds = expected + self._seconds_of_passes() + _from_zero(drafting)
-        values = self.load.sampling - second * seconds + _from_zero(taken * chances * (survivals - self.slot_price))
+        seconds = self.targets[counts] + self._seconds_of_passes() + _from_zero(drafting)
+        values = self.load.sampling - second * seconds + _from_zero(taken * (survivals - self.slot_price))
         asked = (taken & is_asked).sum(axis=1)
         values[counts < asked[:, None]] = -math.inf
         best = values.argmax(axis=1)
@@ -169,7 +166,7 @@ class SlotProblem:
         asked = columns < runs.asked[:, None]
         worth[~asked & (worth < 0.0)] = 0.0
         worth[~runs.inside] = 0.0
-        gains = _from_zero(runs.chances[:, None] * worth)  # [runs, K + 1]
+        gains = _from_zero(worth)  # [runs, K + 1]
         passes = np.arange(self.max_passes + 1)
         gains = np.where(runs.is_model[:, None], gains[:, passes], gains[:, -1:])
         # A model that cannot draft at all, or not as deep as bounds ask, comes last.
@@ -204,7 +201,6 @@ class _Runs:
     Attributes:
         owners: index of the candidate of each.
         survivals: [runs, K], as far as bounds and the offer go; 0 behind.
-        chances: that there will be drafts at all.
         lengths, asked: slots, and how many of them bounds ask for.
         catch_up, reading: rows and seconds for catching up; what was missed while nothing was drafted serves many steps
             and is spread over them.
@@ -214,7 +210,7 @@ class _Runs:
         fitting = _fitting(candidates, budget)
         self.owners: list[int] = []
         self.methods: list[Method] = []
-        survivals, chances, asked, catch_up, reading = [], [], [], [], []
+        survivals, asked, catch_up, reading = [], [], [], []
         for owner, candidate in enumerate(candidates):
             highest = max(candidate.lowest, min(candidate.highest, max_depth))
             for offer in candidate.offers:
@@ -224,14 +220,12 @@ class _Runs:
                 self.owners.append(owner)
                 self.methods.append(offer.method)
                 survivals.append(run)
-                chances.append(offer.chance)
                 asked.append(min(candidate.lowest, len(run)))
                 catch_up.append(offer.catch_up)
                 seconds = costs.draft_rows(offer.catch_up) if offer.catch_up else 0.0
                 reading.append(seconds / CATCH_UP_HORIZON if candidate.steps_without_drafts else seconds)
         self.is_model = np.array([method is Method.DRAFT_MODEL for method in self.methods], dtype=np.bool_)
         self.lengths = np.array([len(run) for run in survivals], dtype=np.int64)
-        self.chances = np.array(chances, dtype=np.float64)
         self.asked = np.array(asked, dtype=np.int64)
         self.catch_up = np.array(catch_up, dtype=np.int64)
         self.reading = np.array(reading, dtype=np.float64)

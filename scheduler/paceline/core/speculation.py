@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, PROPOSAL_TRAITS, AcceptanceModel, Residual
+from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel, Question
 from paceline.core.calibration import Calibration
 from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import Chosen, DepthCandidate, Offer, Outcome, StepLoad
@@ -21,8 +21,6 @@ from paceline.core.speculation_counts import SpeculationCounts
 from paceline.core.speculation_report import DrafterReport, RequestReport, SpeculationReport, TenantReport
 from paceline.core.step_bill import write_bill
 
-PROPOSED: Final = (1.0,)
-NOTHING_PROPOSED: Final = (0.0,)
 MAX_TENANTS: Final = 1024  # whose counts are kept; the one that was idle for the longest time goes first
 
 
@@ -46,7 +44,6 @@ class SpeculationControl:
 
     Attributes:
         drafters: track records.
-        proposals: how likely n-grams are to have anything to propose.
         tenants, totals: what speculation brought to requests that have ended.
     """
 
@@ -65,7 +62,6 @@ class SpeculationControl:
         self._models = {
             rule: {method: self.drafters[method, rule].acceptance for method in Method} for rule in Verification
         }
-        self.proposals = AcceptanceModel(PROPOSAL_TRAITS)
         self.tenants: OrderedDict[str, SpeculationCounts] = OrderedDict()
         self.totals = SpeculationCounts()
         self.model_drafts = True  # in the last step that offered it a place
@@ -110,13 +106,12 @@ class SpeculationControl:
             for request, limits in zip(requests, highest)
         ]
         models_of = [self._models[request.params.verification] for request in requests]
-        asked: dict[AcceptanceModel, list[tuple[str, Residual, int]]] = {}
+        asked: dict[AcceptanceModel, list[Question]] = {}
         for request, limits, models in zip(requests, allowed, models_of):
             for method, depth in limits.items():
-                asked.setdefault(models[method], []).append((request.tenant, request.residuals[method], depth))
+                question = (request.tenant, request.residuals[method], depth, _agreed(request, method))
+                asked.setdefault(models[method], []).append(question)
         survivals = {model: iter(model.survivals_of(of_model)) for model, of_model in asked.items()}
-        looking = [(one.tenant, one.proposing, 1) for one, limits in zip(requests, allowed) if NGRAM in limits]
-        chances = iter(self.proposals.survivals_of(looking))
         candidates = []
         for request, limits, models in zip(requests, allowed, models_of):
             # The newest token is read by the first pass anyway. What does not fit a step is read in parts, of which the
@@ -125,9 +120,7 @@ class SpeculationControl:
             most = max(limits.values())
             offers = tuple(
                 [
-                    Offer(method, next(survivals[models[method]]), catch_up)
-                    if method is DRAFT_MODEL
-                    else Offer(method, next(survivals[models[method]]), chance=next(chances)[0])
+                    Offer(method, next(survivals[models[method]]), catch_up if method is DRAFT_MODEL else 0)
                     for method in limits
                 ]
             )
@@ -157,11 +150,15 @@ class SpeculationControl:
         bill = write_bill(self.costs, shape, plan.work, result.sequences, contexts, result.times.total)
         drafts, decodes, emitted = [], 0, 0
         for work, sequence, request, price in zip(plan.work, result.sequences, requests, bill.drafts):
+            if request.status is FINISHED or not work.samples:
+                continue
             # A run that computes a whole prompt besides is no verify step: it could not have drafted.
-            if request.status is FINISHED or not work.samples or work.num_tokens > 1:
+            if work.num_tokens > 1:
+                request.match = sequence.match
                 continue
             if request.methods:
                 self._learn(request, work, sequence)
+                request.match = sequence.match
             tokens, drafted, accepted = len(sequence.token_ids), sequence.num_drafted, sequence.num_accepted
             request.depth = drafted
             counts = request.counts_by_method[work.method] if work.num_drafts else request.counts_without_drafts
@@ -238,7 +235,9 @@ class SpeculationControl:
 
     def _request_report(self, request: Request, counts: SpeculationCounts) -> RequestReport:
         acceptance = {
-            method: self._acceptance(request, method).survivals(request.tenant, residual, 1)[0]
+            method: self._acceptance(request, method).survivals(
+                request.tenant, residual, 1, agreed=_agreed(request, method)
+            )[0]
             for method, residual in request.residuals.items()
         }
         return RequestReport(request.tenant, request.depth, acceptance, counts)
@@ -254,14 +253,19 @@ class SpeculationControl:
                 labels = sequence.acceptance
             elif method is NGRAM and work.scores_ngram:
                 labels = sequence.scored
-            if method is NGRAM and (method is drafter or work.scores_ngram) and sequence.token_ids:
-                found = PROPOSED if labels else NOTHING_PROPOSED
-                self.proposals.observe(request.tenant, request.proposing, found, request.is_example)
             if labels:
-                models[method].observe(request.tenant, residual, labels, request.is_example)
+                agreed = _agreed(request, method)
+                models[method].observe(request.tenant, residual, labels, request.is_example, agreed)
             else:
                 residual.age()
         request.steps_without_drafts = 0 if drafter else request.steps_without_drafts + 1
+
+
+def _agreed(request: Request, method: Method) -> int:
+    """Positions before the first draft: what n-grams propose after a match is like what they propose after one that is
+    shorter by a token, and that token.
+    """
+    return request.match - 1 if method is NGRAM and request.match else 0
 
 
 def _shape(works: tuple[SequenceWork, ...], results: tuple[SequenceResult, ...], context: int) -> StepShape:

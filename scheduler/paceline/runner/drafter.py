@@ -52,3 +52,9 @@ class Scorer(Protocol):
         each token that is equal, and a 0 for the first that is not; nothing without a proposal.
         """
         ...
+
+    def match(self, sequence: Sequence) -> int:
+        """How many of the sequence's last tokens agree with those that its next proposal would go on from; 0 if there
+        is nothing to propose.
+        """
+        ...

@@ -232,7 +232,9 @@ def _emit(
         # Behind drafts it is for the next step to say so, which stands right there.
         token_ids, accepted, failure = token_ids[:dead_end], dead_end, None if dead_end else DEAD_END
     logprobs = () if raw is None else completion_logprobs(raw, run.positions, token_ids)
-    scored = scorer.score(sequence, token_ids) if scorer is not None and token_ids else ()
+    scored: tuple[float, ...] = ()
+    if scorer is not None and token_ids and not (work.num_drafts and work.method is Method.NGRAM):
+        scored = scorer.score(sequence, token_ids)
     sequence.commit(work, token_ids, accepted)
     grammar_end = None
     if matcher is not None and failure is None:
@@ -244,6 +246,7 @@ def _emit(
         num_accepted=accepted,
         acceptance=tuple(verdict.acceptance),
         scored=scored,
+        match=0 if scorer is None else scorer.match(sequence),
         num_draft_computed=sequence.num_draft_computed,
         logprobs=logprobs,
         grammar_end=grammar_end,

@@ -111,7 +111,8 @@ class ScriptedRunner:
                 emitted.append(next_token(sequence.token_ids + emitted))
         accepted = max(0, len(emitted) - 1)
         reached = (1.0,) * accepted + ((0.0,) if accepted < len(drafts) else ())
-        scored = (float(self.draft_is_right(sequence.request_id, len(sequence))),) if work.scores_ngram else ()
+        free = work.scores_ngram and not (drafts and work.method is Method.NGRAM)
+        scored = (float(self.draft_is_right(sequence.request_id, len(sequence))),) if free else ()
         sequence.commit(work, emitted, accepted)
         return SequenceResult(
             work.request_id,
@@ -121,6 +122,7 @@ class ScriptedRunner:
             reached,
             sequence.num_draft_computed,
             scored=scored,
+            match=int(work.scores_ngram),
         )
 
     def _slot(self, sequence: Sequence, position: int) -> int:

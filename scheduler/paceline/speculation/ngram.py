@@ -8,7 +8,8 @@ from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.runner.drafter import Draft
 
-LONGEST, SHORTEST = 4, 2
+LONGEST = 4  # tokens that are looked up
+MOST_MATCHED = 16  # that are counted
 
 
 class Ngram:
@@ -29,10 +30,17 @@ class Ngram:
                 break
         return tuple(labels)
 
+    def match(self, sequence: Sequence) -> int:
+        return self._index(sequence).match(sequence.token_ids)
+
     def _continuation(self, sequence: Sequence, count: int) -> list[int]:
+        return self._index(sequence).continuation(sequence.token_ids, count)
+
+    def _index(self, sequence: Sequence) -> _Index:
+        """Of all that the sequence holds by now."""
         index = self._indexes.setdefault(sequence.request_id, _Index())
         index.read(sequence.token_ids)
-        return index.continuation(sequence.token_ids, count)
+        return index
 
     def release(self, request_id: int) -> None:
         self._indexes.pop(request_id, None)
@@ -48,7 +56,7 @@ class _Index:
     def read(self, token_ids: list[int]) -> None:
         """Take in every n-gram that something follows: those ending before the newest token."""
         for end in range(self._num_read + 1, len(token_ids)):
-            for n in range(SHORTEST, min(LONGEST, end) + 1):
+            for n in range(1, min(LONGEST, end) + 1):
                 self._ends[tuple(token_ids[end - n : end])] = end
         self._num_read = max(self._num_read, len(token_ids) - 1)
 
@@ -57,9 +65,23 @@ class _Index:
 
         A match that near to the end is a loop, so where the text ends, what followed the match follows again.
         """
-        for n in range(min(LONGEST, len(token_ids)), SHORTEST - 1, -1):
+        end, _ = self._longest(token_ids)
+        period = len(token_ids) - end
+        return [token_ids[end + i % period] for i in range(count)] if period else []
+
+    def match(self, token_ids: list[int]) -> int:
+        """Tokens before the continuation that agree with the text's end, up to `MOST_MATCHED`; 0 without a match."""
+        end, count = self._longest(token_ids)
+        if count == LONGEST:
+            most, size = min(MOST_MATCHED, end), len(token_ids)
+            while count < most and token_ids[end - count - 1] == token_ids[size - count - 1]:
+                count += 1
+        return count
+
+    def _longest(self, token_ids: list[int]) -> tuple[int, int]:
+        """Where the longest, latest match ends, and its tokens, up to `LONGEST`; the text's end and 0 without one."""
+        for n in range(min(LONGEST, len(token_ids)), 0, -1):
             end = self._ends.get(tuple(token_ids[-n:]))
             if end is not None:
-                period = len(token_ids) - end
-                return [token_ids[end + i % period] for i in range(count)]
-        return []
+                return end, n
+        return len(token_ids), 0
