@@ -68,8 +68,10 @@ class Traits(NamedTuple):
 # on recorded acceptance, of requests that are alike and of very different ones.
 MODEL_TRAITS: Final = Traits((PRIOR_RATE,), Level(decay=0.96, prior=6.0, tail=0.25))
 # By how many tokens agreed before, and were drafted since.
-NGRAM_RATES: Final = (0.3, 0.5, 0.6, 0.7, 0.75, *(0.8,) * 5, *(0.85,) * 6)
-NGRAM_TRAITS: Final = Traits(NGRAM_RATES, Level(decay=0.75, prior=1.0))
+NGRAM_TRAITS: Final = Traits(
+    (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.8, 0.8, 0.8, 0.8, 0.85, 0.85, 0.85, 0.85, 0.85, 0.85),
+    Level(decay=0.75, prior=1.0),
+)
 
 
 @dataclass(slots=True)
