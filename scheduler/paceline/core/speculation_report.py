@@ -20,7 +20,7 @@ class DrafterReport:
 
     Attributes:
         acceptance: expected for a new request of a new tenant, by position: the chance that a draft there is kept if
-            those before it were. As far as anyone got.
+            those before it were. As far as anyone got. Positions of n-grams begin with the tokens that agreed before.
     """
 
     acceptance: tuple[float, ...]
@@ -30,7 +30,7 @@ class DrafterReport:
 @dataclass(frozen=True, slots=True)
 class TenantReport:
     """Attributes:
-    acceptance: expected of the first draft of a new request, by drafter.
+    acceptance: expected of the first draft of a new request, by drafter; of n-grams, after a match of one token.
     """
 
     acceptance: Mapping[DrafterKey, float]
