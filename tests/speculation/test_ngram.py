@@ -8,10 +8,10 @@ import random
 import pytest
 
 from paceline.core.method import Method
-from paceline.core.plan import Admission, SequenceWork
+from paceline.core.plan import LONGEST_MATCH, Admission, SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.speculation import Ngram
-from paceline.speculation.ngram import LONGEST, MOST_MATCHED
+from paceline.speculation.ngram import LONGEST
 
 
 def propose(drafter: Ngram, sequence: Sequence, depth: int) -> list[int]:
@@ -30,7 +30,7 @@ def naive(token_ids: list[int], depth: int) -> tuple[list[int], int]:
     for n in range(min(LONGEST, len(token_ids)), 0, -1):
         for end in range(len(token_ids) - 1, n - 1, -1):
             if token_ids[end - n : end] == token_ids[-n:]:
-                while n < min(MOST_MATCHED, end) and n >= LONGEST and token_ids[end - n - 1] == token_ids[-n - 1]:
+                while n < min(LONGEST_MATCH, end) and n >= LONGEST and token_ids[end - n - 1] == token_ids[-n - 1]:
                     n += 1
                 return list(itertools.islice(itertools.cycle(token_ids[end:]), depth)), n
     return [], 0
@@ -69,7 +69,7 @@ def test_growing_text_agrees_with_a_search_from_scratch() -> None:
         assert drafter.match(sequence) == match
         assert propose(drafter, sequence, 5) == expected
         matches.add(match)
-    assert {2, 3, 4, 5, MOST_MATCHED} <= matches
+    assert {2, 3, 4, 5, LONGEST_MATCH} <= matches
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_growing_text_agrees_with_a_search_from_scratch() -> None:
         ([9, 4, 5, 6, 7, 8, 1, 4, 5, 6, 7, 8], 5),
         ([4, 5, 6, 7, 8, 4, 5, 6, 7, 8], 5),  # up to the text's begin
         ([7] * 5, 4),
-        (list(range(40)) * 2, MOST_MATCHED),
+        (list(range(40)) * 2, LONGEST_MATCH),
     ],
 )
 def test_a_match_is_as_long_as_tokens_agree(text: list[int], match: int) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from paceline.core.method import NO_METHOD, Method
 from paceline.core.params import SequenceParams
+
+LONGEST_MATCH: Final = 16  # tokens; longer ones are told apart no more
 
 
 class FinishReason(enum.StrEnum):
@@ -163,7 +165,8 @@ class SequenceResult:
         scored: if the work asks for it, how what an n-gram would have proposed compares: 1 for each token that was
             emitted, and 0 for the first that was not; nothing without a proposal.
         match: if the work asks for it, how many of the last tokens, those emitted included, stood before in this order;
-            n-grams go on as the text went on there. 0 if the last one is new, and nothing will be proposed.
+            n-grams go on as the text went on there. 0 if the last one is new, and nothing will be proposed; at most
+            `LONGEST_MATCH`, which it is where a grammar forces what follows.
     """
 
     request_id: int

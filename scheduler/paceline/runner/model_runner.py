@@ -13,7 +13,15 @@ from torch import Tensor
 
 from paceline.core.grammar import Mask, Matcher
 from paceline.core.method import Method
-from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult, StepTimes, TokenLogprobs
+from paceline.core.plan import (
+    LONGEST_MATCH,
+    SequenceResult,
+    SequenceWork,
+    StepPlan,
+    StepResult,
+    StepTimes,
+    TokenLogprobs,
+)
 from paceline.core.sequence import Sequence
 from paceline.models import Model
 from paceline.runner import input_batch
@@ -246,12 +254,17 @@ def _emit(
         num_accepted=accepted,
         acceptance=tuple(verdict.acceptance),
         scored=scored,
-        match=0 if scorer is None else scorer.match(sequence),
+        match=0 if scorer is None else _match(sequence, scorer, matcher if failure is None else None),
         num_draft_computed=sequence.num_draft_computed,
         logprobs=logprobs,
         grammar_end=grammar_end,
         failure=failure,
     )
+
+
+def _match(sequence: Sequence, scorer: Scorer, matcher: Matcher | None) -> int:
+    """What n-grams can go on from; what a grammar forces is drafted in their stead."""
+    return LONGEST_MATCH if matcher is not None and matcher.forced(1) else scorer.match(sequence)
 
 
 def _advance(matcher: Matcher, token_ids: list[int], find_end: bool) -> tuple[int | None, str | None]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from paceline.core.plan import SequenceWork
+from paceline.core.plan import LONGEST_MATCH, SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.runner.drafter import Draft
 
 LONGEST = 4  # tokens that are looked up
-MOST_MATCHED = 16  # that are counted
 
 
 class Ngram:
@@ -70,10 +69,10 @@ class _Index:
         return [token_ids[end + i % period] for i in range(count)] if period else []
 
     def match(self, token_ids: list[int]) -> int:
-        """Tokens before the continuation that agree with the text's end, up to `MOST_MATCHED`; 0 without a match."""
+        """Tokens before the continuation that agree with the text's end, up to `LONGEST_MATCH`; 0 without a match."""
         end, count = self._longest(token_ids)
         if count == LONGEST:
-            most, size = min(MOST_MATCHED, end), len(token_ids)
+            most, size = min(LONGEST_MATCH, end), len(token_ids)
             while count < most and token_ids[end - count - 1] == token_ids[size - count - 1]:
                 count += 1
         return count
