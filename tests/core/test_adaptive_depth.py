@@ -462,6 +462,17 @@ def test_a_draft_model_goes_as_deep_as_pays_until_the_next_decision() -> None:
     assert cut[0] < cut[1], "what others go through is cheap to be in"
 
 
+@pytest.mark.usefixtures("no_savings")
+def test_nobody_gets_deeper_than_the_highest_depth_between_decisions() -> None:
+    policy = adaptive(Costs(lambda rows: 1.0))
+    sure = geometric(0.99, 20)
+    one = DepthCandidate(0, (Offer(MODEL, sure), Offer(NGRAM, geometric(0.5, 20))), 0, 20)
+    assert choose(policy, one) == [8]
+    drafted(policy, (0, 8, 8))
+    assert choose(policy, one) == [8]
+    assert choose(policy, changed(one, offers=(one.offers[0], Offer(NGRAM, sure)))) == [8]
+
+
 def test_bounds_that_leave_no_choice_are_not_reviewed() -> None:
     policy = adaptive()
     one = candidate(0.1, lowest=3, highest=3)

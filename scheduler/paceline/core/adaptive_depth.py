@@ -101,40 +101,33 @@ class AdaptiveDepth:
         """By the draft model what the last decision's prices allow, within its number of passes; by n-grams as deep as
         all that they have for this step pays together. A request drafts by what would bring it more alone.
         """
-        chosen, copying, rows = [], [], load.rows
-        second, costs = 0.0, [0.0]
-        for index, candidate in enumerate(candidates):
-            choice, by_ngrams = NOTHING, None
-            for offer in candidate.offers:
-                if offer.method is DRAFT_MODEL:
-                    choice, survivals = self._by_model(candidate, offer), offer.survivals
-                else:
-                    by_ngrams = offer
-            chosen.append(choice)
-            if by_ngrams is not None:
-                if not second:
-                    second = self._price_of_time(load)
-                    costs = self._costs_of_slots(load.rows, self.max_depth, load, second, slot_price)
-                drafted = -math.inf
-                if choice.depth:
-                    drafted = sum(survivals[: choice.depth]) - costs[choice.depth] - self._cost_of_passes(choice.depth)
-                if max(_gains(by_ngrams.survivals[: self.max_depth], costs)) > drafted:
-                    copying.append((index, by_ngrams))
-                    continue
-            rows += choice.depth
-        if copying:
-            self._share_out(candidates, copying, chosen, rows, load, second, slot_price)
+        chosen = [self._by_model(candidate) for candidate in candidates]
+        proposed = [_offer_by(NGRAM, candidate) for candidate in candidates]
+        if not any([offer is not None for offer in proposed]):
+            return chosen
+        second = self._price_of_time(load)
+        costs = self._costs_of_slots(load.rows, self.max_depth, load, second, slot_price)
+        copying = [
+            (index, offer)
+            for index, offer in enumerate(proposed)
+            if offer is not None
+            and max(_gains(offer.survivals[: self.max_depth], costs))
+            > self._gain_of_model(candidates[index], chosen[index], costs)
+        ]
+        copied = {index for index, _ in copying}
+        rows = load.rows + sum([choice.depth for index, choice in enumerate(chosen) if index not in copied])
+        self._share_out(candidates, copying, chosen, rows, load, second, slot_price)
         return chosen
 
-    def _by_model(self, candidate: DepthCandidate, offer: Offer) -> Chosen:
+    def _by_model(self, candidate: DepthCandidate) -> Chosen:
         """What stands; for one that has drafted since, what still pays: a slot that was chosen at what it costs in the
         mean, one behind it at what the next would cost, and its part of a pass. Without a last draft it would fall
         behind, which is for the next decision. For a new one, the best at the prices of the last decision.
         """
-        request_id = candidate.request_id
+        request_id, offer = candidate.request_id, _offer_by(DRAFT_MODEL, candidate)
         choice = self._chosen.get(request_id)
-        if choice is not None:
-            return choice
+        if choice is not None or offer is None:
+            return choice or NOTHING
         before = self._reviewed.pop(request_id, None)
         if before is not None:
             depth = max(self._worth(offer, before.depth), 1)
@@ -144,10 +137,17 @@ class AdaptiveDepth:
         choice = self._chosen[request_id] = within_bounds(candidate, offer, depth)
         return choice
 
+    def _gain_of_model(self, candidate: DepthCandidate, choice: Chosen, costs: list[float]) -> float:
+        """What that choice brings beyond its costs, in tokens, if its draft model drafts at all."""
+        offer = _offer_by(DRAFT_MODEL, candidate)
+        if offer is None or not choice.depth:
+            return -math.inf
+        return _gains(offer.survivals[: choice.depth], costs)[-1] - self._cost_of_passes(choice.depth)
+
     def _worth(self, offer: Offer, before: int) -> int:
         """Drafts of the model that earn what they cost."""
         next_price, passes, depth = self._slot_prices[NGRAM], self._pass_prices, 0
-        for survival in offer.survivals:
+        for survival in offer.survivals[: self.max_depth]:
             price = self._mean_price if depth < before else next_price
             if survival <= price + passes[min(depth, len(passes) - 1)]:
                 break
@@ -510,6 +510,13 @@ class _Step:
         rows = load.rows + self.slots
         shape = StepShape(rows, load.context, tuple(self._passes), self.catch_up, sequences=load.sampling)
         return max(self.costs.step(shape), SHORTEST)
+
+
+def _offer_by(method: Method, candidate: DepthCandidate) -> Offer | None:
+    for offer in candidate.offers:
+        if offer.method is method:
+            return offer
+    return None
 
 
 def _gains(survivals: Sequence[float], costs: list[float]) -> list[float]:
