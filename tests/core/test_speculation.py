@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from core.harness import Harness, always, never
@@ -178,11 +179,11 @@ def test_what_only_the_target_sees_teaches_nothing_about_others(sampling: Sampli
     assert survival(bench, "a") == before
 
 
-class _Matches(ScriptedRunner):
+class _Matches(_TwoDrafters):
     """n-grams whose matches are so long, by the length of the text."""
 
     def __init__(self, config: SchedulerConfig, match: Callable[[int], int], right: Callable[[int, int], bool]) -> None:
-        super().__init__(config.num_blocks, config.block_size, right)
+        super().__init__(config, right, right)
         self._match = match
 
     def _verify(self, work: SequenceWork, drafts: list[int]) -> SequenceResult:
@@ -226,6 +227,45 @@ def test_what_follows_a_match_is_known_by_its_length(depth: int) -> None:
     short, long = (acceptance.survivals("", own, 1, agreed=agreed)[0] for agreed in (0, 5))
     assert short < 0.2 < 0.8 < long
     assert request.counts.verify_steps > 100
+
+
+def test_ngrams_are_offered_for_what_the_text_holds_now() -> None:
+    """Deep behind a long match, not at all behind a short one."""
+    bench = Bench(AdaptiveDepth(costs()), method=Method.NGRAM)
+    bench.runner = matches = _Matches(
+        bench.config, lambda length: 1 + 11 * (length % 50 > 25), lambda _, position: position % 50 > 25
+    )
+    request = bench.add(6, max_tokens=800)
+    depths: dict[bool, list[int]] = {True: [], False: []}
+    while bench.scheduler.requests:
+        is_long = request.match > 1
+        if len(matches.sequences.get(0, ())) > 400:
+            report = bench.control.report([request])
+            assert (report.requests[0].acceptance[Method.NGRAM] > 0.8) is is_long
+        plan = bench.plan()
+        if len(matches.sequences.get(0, ())) > 400:
+            depths[is_long].append(plan.work[0].num_drafts)
+        bench.land()
+    assert np.mean(depths[True]) > 6 > 0.5 > np.mean(depths[False])
+
+
+def test_a_prompts_last_row_is_no_label() -> None:
+    """What stood before it was not looked at: its match is not known. Prompts of more rows are no labels either."""
+    for prompt in (1, 6):
+        bench = Bench(FixedDepth(0), method=Method.NGRAM)
+        bench.add(prompt, max_tokens=2)
+        bench.step()
+        assert bench.results[0].scored
+        assert not bench.control.drafters[Method.NGRAM, Verification.GREEDY].acceptance.is_observed
+        bench.step()
+        assert bench.control.drafters[Method.NGRAM, Verification.GREEDY].acceptance.is_observed
+
+
+def test_nothing_is_scored_for_who_may_not_draft() -> None:
+    bench = Bench(FixedDepth(0), method=Method.NGRAM)
+    requests = [bench.add(6, max_tokens=4, max_depth=depth) for depth in (0, 1)]
+    bench.drain()
+    assert [any(work.scores_ngram for work in bench.works(request)) for request in requests] == [False, True]
 
 
 def test_forgetting_is_complete() -> None:
@@ -281,6 +321,25 @@ def test_a_request_changes_its_drafter_as_its_text_changes() -> None:
     works = [work for work in bench.works(request) if work.num_drafts]
     assert works[len(works) // 4].method is Method.NGRAM
     assert works[-3].method is Method.DRAFT_MODEL
+
+
+def test_without_a_match_the_draft_model_drafts() -> None:
+    """And what n-grams drafted meanwhile leaves it behind."""
+    bench = Bench(AdaptiveDepth(costs()), hybrid=True)
+    bench.runner = _Matches(bench.config, lambda length: 16 * (length % 100 < 50), always)
+    request = bench.add(5, max_tokens=800)
+    methods: dict[bool, list[Method]] = {True: [], False: []}
+    idle = []
+    while bench.scheduler.requests:
+        has_match = request.match > 0
+        [work] = bench.plan().work
+        bench.land()
+        methods[has_match].append(work.method)
+        idle.append((work.method, request.steps_without_model))
+    late = {has_match: used[len(used) // 2 :] for has_match, used in methods.items()}
+    assert set(late[True]) == {Method.NGRAM}
+    assert late[False].count(Method.DRAFT_MODEL) > 0.9 * len(late[False])
+    assert all((steps == 0) == (method is Method.DRAFT_MODEL) for method, steps in idle[2:-1])
 
 
 def test_a_request_that_names_its_drafter_keeps_it() -> None:

@@ -13,9 +13,11 @@ import pytest
 from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
-from paceline.core.plan import Finish, FinishReason
+from paceline.core.plan import LONGEST_MATCH, Finish, FinishReason, SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.engine import Engine, GenerationRequest
+from paceline.speculation import Ngram
 from paceline.wiring import EngineSettings, build_engine
+from runner.rows import make_sequence
 from support.checkpoints import END_OF_TEXT_ID
 from support.pairs import tiny_pair
 
@@ -152,6 +154,61 @@ def test_what_a_grammar_forces_is_drafted_and_accepted(engine: Engine, method: M
     assert ended.text == text
     # Of every 5 tokens 4 are drafts, but for the first token and the last run.
     assert ended.accepted >= (len(ended.token_ids) - 1) * 4 // 5
+
+
+def steps_of(
+    engine: Engine, request: GenerationRequest, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[SequenceWork, SequenceResult]]:
+    """Of one request alone, generated to its end."""
+    steps: list[tuple[SequenceWork, SequenceResult]] = []
+    execute = engine.runner.execute
+
+    def recording(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        steps.extend(zip(plan.work, result.sequences, strict=True))
+        return result
+
+    monkeypatch.setattr(engine.runner, "execute", recording)
+    generate(engine, [request])
+    return steps
+
+
+@pytest.mark.parametrize("method", [None, *DRAFTING])
+def test_ngrams_tell_how_they_go_on_and_how_they_would_have(
+    engine: Engine, method: Method | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each result has the match of the text as it then is, and scores unless n-grams drafted."""
+    prompt = (7, 8, 9, 10, 11, 7, 8, 9)
+    request = GenerationRequest(
+        prompt, SamplingParams(temperature=0.0), StopParams(40, ignore_eos=True), SpeculationParams(method=method)
+    )
+    text, scored = list(prompt), 0
+    for work, result in steps_of(engine, request, monkeypatch):
+        before = make_sequence(text)
+        text.extend(result.token_ids)
+        by_ngrams = work.num_drafts and work.method is Method.NGRAM
+        if method is Method.DRAFT_MODEL:
+            assert (result.match, result.scored) == (0, ())
+            continue
+        assert result.match == Ngram().match(make_sequence(text))
+        assert result.scored == (() if by_ngrams else Ngram().score(before, result.token_ids))
+        scored += len(result.scored)
+    assert scored or method is Method.DRAFT_MODEL
+
+
+def test_what_a_grammar_forces_is_no_label_for_ngrams(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would have asked what they go on from; what is drafted in their stead is as sure as the longest match."""
+    bounds = SpeculationParams(min_depth=1, max_depth=1)  # by the draft model
+    free, forced = (
+        steps_of(
+            engine, GenerationRequest((5, 6), SamplingParams(), StopParams(24), bounds, grammar=grammar), monkeypatch
+        )
+        for grammar in (regex("(la|lo){12,}"), choice("lalalalalalalalalalalala"))
+    )
+    assert all(result.match == LONGEST_MATCH and not result.scored for _, result in forced[1:-1])
+    assert len(forced) > 4
+    assert any(result.scored for _, result in free)
+    assert any(0 < result.match < LONGEST_MATCH for _, result in free)
 
 
 @pytest.mark.parametrize("method", list(Method))

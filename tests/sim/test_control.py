@@ -117,7 +117,7 @@ def test_the_draft_model_catches_up_at_its_price() -> None:
     policy = Script([0, 0, 2])
     trace = simulate_control(alike(2, 0.0), COSTS, policy, 4)
     assert [[c.offers[0].catch_up for c in seen] for seen in policy.seen] == [[0, 0], [1, 1], [2, 2], [0, 0]]
-    assert [[c.steps_without_drafts for c in seen] for seen in policy.seen] == [[0, 0], [1, 1], [2, 2], [0, 0]]
+    assert [[c.steps_without_model for c in seen] for seen in policy.seen] == [[0, 0], [1, 1], [2, 2], [0, 0]]
     shape = policy.outcomes[2].shape
     assert (shape.rows, shape.draft_passes, shape.draft_rows) == (6, (2, 2), 4)
     assert trace.seconds.tolist() == pytest.approx([10.0, 10.0, 15.0 + 2 * 1.0 + 4 * 0.25, 10.0])

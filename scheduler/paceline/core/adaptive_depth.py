@@ -8,7 +8,6 @@ output.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -24,9 +23,12 @@ from paceline.core.depth import (
     Offer,
     Outcome,
     StepLoad,
+    offer_by,
     within_bounds,
 )
-from paceline.core.method import DRAFT_MODEL, NGRAM, Method
+from paceline.core.method import DRAFT_MODEL
+from paceline.core.ngram_slots import NgramProblem
+from paceline.core.prices import Prices
 from paceline.core.slots import BestSlots, SlotProblem
 
 MAX_DEPTH: Final = 8  # of any request, unless the operator fixes a higher depth for all
@@ -60,12 +62,13 @@ class AdaptiveDepth:
     nearly what they would with no draft but those that bounds ask for, if that is more: the time of prompts is so much
     for each token to come, whatever the depth, and makes no other second cheaper.
 
-    A `DepthPolicy`. A decision stands for `DWELL` steps unless the load changes; who drafted is reviewed in between.
-    N-grams are looked at in every step: what they have to propose, and how good that is, nobody knows before.
-    The number of passes changes once what was missed by keeping it adds up to `HYSTERESIS`. Requests that do not draft,
-    and one position more than anyone drafts, are probed now and then, for at most `PROBE_SHARE` of the time. That also
-    pays for what requests lose that go on, not quite worth a draft, before their draft model falls behind. The price of
-    a step without drafts is probed too.
+    A `DepthPolicy`. What the draft model does is decided as if there were no n-grams, and stands for `DWELL` steps
+    unless the load changes; who drafted is reviewed in between. N-grams are looked at in every step: what they have to
+    propose, and how good that is, nobody knows before.
+    The number of passes changes once what was missed by keeping it adds up to `HYSTERESIS`. Requests whose draft model
+    is idle, and one position more than anyone drafts, are probed now and then, for at most `PROBE_SHARE` of the time.
+    That also pays for what requests lose that go on, not quite worth a draft, before their draft model falls behind.
+    The price of a step without drafts is probed too.
     """
 
     def __init__(self, costs: CostModel, *, max_depth: int = MAX_DEPTH) -> None:
@@ -80,11 +83,13 @@ class AdaptiveDepth:
         self._decided_at: int | None = None
         self._decided_for = (StepLoad(0, 0, 0, 0), 0.0)  # with the price of a slot
         self._num_passes = 0
+        self._depth = 0  # the deepest by the draft model, as of the last decision
         self._missed = math.inf  # by keeping them, relative to what a step is worth; there is nothing to keep yet
-        self._slot_prices: dict[Method, float] = {}  # tokens, as of the last decision
-        self._mean_price = 0.0  # tokens, of the slots that the last decision took
-        self._pass_prices: list[float] = []  # tokens, for each of its passes and one more: what one sequence adds
-        self._chosen: dict[int, Chosen] = {}  # by request, since the last decision: nothing, or by the draft model
+        self._next_price = 0.0  # tokens, of one slot more than the last decision took, verified
+        self._mean_price = 0.0  # and of those that it took
+        self._pass_price = 0.0  # of a draft pass for one of many
+        self._pass_prices: list[float] = []  # for each of its passes and one more: what one sequence adds
+        self._chosen: dict[int, Chosen] = {}  # by request, since the last decision, by the draft model
         self._reviewed: dict[int, Chosen] = {}  # what was chosen for those that have drafted since
         self._bound: set[int] = set()  # requests whose bounds leave no choice
         self._probe_seconds = 0.0  # saved, not yet spent
@@ -98,33 +103,18 @@ class AdaptiveDepth:
         return None if self._is_due(load, slot_price) else self._chosen
 
     def join(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
-        """By the draft model what the last decision's prices allow, within its number of passes; by n-grams as deep as
-        all that they have for this step pays together. A request drafts by what would bring it more alone.
-        """
-        chosen = [self._by_model(candidate) for candidate in candidates]
-        proposed = [_offer_by(NGRAM, candidate) for candidate in candidates]
-        if not any([offer is not None for offer in proposed]):
-            return chosen
-        second = self._price_of_time(load)
-        costs = self._costs_of_slots(load.rows, self.max_depth, load, second, slot_price)
-        copying = [
-            (index, offer)
-            for index, offer in enumerate(proposed)
-            if offer is not None
-            and max(_gains(offer.survivals[: self.max_depth], costs))
-            > self._gain_of_model(candidates[index], chosen[index], costs)
-        ]
-        copied = {index for index, _ in copying}
-        rows = load.rows + sum([choice.depth for index, choice in enumerate(chosen) if index not in copied])
-        self._share_out(candidates, copying, chosen, rows, load, second, slot_price)
-        return chosen
+        """By the draft model what the last decision's prices allow, within its number of passes."""
+        prices = self._prices(load, slot_price)
+        chosen = [self._by_model(candidate, prices) for candidate in candidates]
+        return NgramProblem(candidates, chosen, prices, self.max_depth).solve()
 
-    def _by_model(self, candidate: DepthCandidate) -> Chosen:
+    def _by_model(self, candidate: DepthCandidate, prices: Prices) -> Chosen:
         """What stands; for one that has drafted since, what still pays: a slot that was chosen at what it costs in the
         mean, one behind it at what the next would cost, and its part of a pass. Without a last draft it would fall
-        behind, which is for the next decision. For a new one, the best at the prices of the last decision.
+        behind, which is for the next decision. For a new one, the best at the prices of the last decision, if that
+        pays for what its draft model has to read.
         """
-        request_id, offer = candidate.request_id, _offer_by(DRAFT_MODEL, candidate)
+        request_id, offer = candidate.request_id, offer_by(DRAFT_MODEL, candidate)
         choice = self._chosen.get(request_id)
         if choice is not None or offer is None:
             return choice or NOTHING
@@ -132,68 +122,34 @@ class AdaptiveDepth:
         if before is not None:
             depth = max(self._worth(offer, before.depth), 1)
         else:
-            price = self._slot_prices[DRAFT_MODEL]
-            depth = sum(survival > price for survival in offer.survivals[: self._num_passes])
+            price = self._next_price + self._pass_price
+            depth = sum([survival > price for survival in offer.survivals[: self._num_passes]])
+            if sum(offer.survivals[:depth]) - depth * price <= prices.of_reading(candidate, offer):
+                depth = 0
         choice = self._chosen[request_id] = within_bounds(candidate, offer, depth)
         return choice
 
-    def _gain_of_model(self, candidate: DepthCandidate, choice: Chosen, costs: list[float]) -> float:
-        """What that choice brings beyond its costs, in tokens, if its draft model drafts at all."""
-        offer = _offer_by(DRAFT_MODEL, candidate)
-        if offer is None or not choice.depth:
-            return -math.inf
-        return _gains(offer.survivals[: choice.depth], costs)[-1] - self._cost_of_passes(choice.depth)
-
     def _worth(self, offer: Offer, before: int) -> int:
         """Drafts of the model that earn what they cost."""
-        next_price, passes, depth = self._slot_prices[NGRAM], self._pass_prices, 0
+        passes, depth = self._pass_prices, 0
         for survival in offer.survivals[: self.max_depth]:
-            price = self._mean_price if depth < before else next_price
+            price = self._mean_price if depth < before else self._next_price
             if survival <= price + passes[min(depth, len(passes) - 1)]:
                 break
             depth += 1
         return depth
 
-    def _share_out(
-        self,
-        candidates: Sequence[DepthCandidate],
-        copying: list[tuple[int, Offer]],
-        chosen: list[Chosen],
-        rows: int,
-        load: StepLoad,
-        second: float,
-        slot_price: float,
-    ) -> None:
-        """The likeliest slots of these offers by n-grams, as many as are worth most beside so many rows. Every count is
-        looked at: costs rise in stairs. Changes `chosen`.
-        """
-        slots = [(-survival, index) for index, offer in copying for survival in offer.survivals[: self.max_depth]]
-        slots.sort()
-        costs = self._costs_of_slots(rows, len(slots), load, second, slot_price)
-        gains = _gains([-survival for survival, _ in slots], costs)
-        depths = Counter([index for _, index in slots[: gains.index(max(gains))]])
-        for index, offer in copying:
-            choice = within_bounds(candidates[index], offer, depths[index])
-            if choice.depth:
-                chosen[index] = choice
-
-    def _costs_of_slots(self, rows: int, count: int, load: StepLoad, second: float, slot_price: float) -> list[float]:
-        """Of 0, 1, ... `count` more than so many rows, in tokens."""
-        seconds = self.costs.targets(rows, count, load.context, load.sampling)
-        costs: list[float] = (second * (seconds - seconds[0]) + slot_price * np.arange(count + 1)).tolist()
-        return costs
-
-    def _cost_of_passes(self, depth: int) -> float:
-        """What one sequence adds to the first so many draft passes, in tokens."""
-        last = len(self._pass_prices) - 1
-        return sum([self._pass_prices[min(number, last)] for number in range(depth)])
+    def _prices(self, load: StepLoad, slot_price: float) -> Prices:
+        return Prices(self.costs, load, self._price_of_time(load), slot_price, self._pass_prices)
 
     def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         if not candidates:
             return []
         before, candidates = self._decided_at, list(candidates)  # mypyc makes plain loops over lists
         self._least_factor = self._least_price_factor(candidates, load)
-        step = _Step(candidates, self._decide(candidates, load, slot_price), load, self.costs)
+        by_model = self._decide(candidates, load, slot_price)
+        chosen = NgramProblem(candidates, by_model, self._prices(load, slot_price), self.max_depth).solve()
+        step = _Step(candidates, chosen, load, self.costs)
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
         self.decision = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
         if before is None:
@@ -296,14 +252,13 @@ class AdaptiveDepth:
         )
         best = self._change_passes(problem.solve(), problem.second)
         chosen = problem.chosen(best, len(candidates))
-        self._slot_prices = problem.slot_prices(best)
-        self._mean_price = problem.mean_price(best)
-        self._pass_prices = problem.pass_prices(best)
+        self._depth = max([choice.depth for choice in chosen])
+        self._next_price, self._mean_price = problem.next_price(best), problem.mean_price(best)
+        self._pass_price, self._pass_prices = problem.pass_price, problem.pass_prices(best)
         self._decided_at, self._decided_for = self._num_steps, (load, slot_price)
         self._chosen, self._reviewed, self._bound = {}, {}, set()
         for candidate, choice in zip(candidates, chosen):
-            if choice.method is not NGRAM:
-                self._chosen[candidate.request_id] = choice
+            self._chosen[candidate.request_id] = choice
             if candidate.lowest >= candidate.highest:
                 self._bound.add(candidate.request_id)
             if choice.depth:
@@ -342,7 +297,7 @@ class AdaptiveDepth:
         ready = [
             (index, offer)
             for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen))
-            if not choice.depth and candidate.highest and not candidate.steps_without_drafts
+            if not choice.depth and candidate.highest and not candidate.steps_without_model
             for offer in candidate.offers
             if offer.method is DRAFT_MODEL
         ]
@@ -369,41 +324,41 @@ class AdaptiveDepth:
             slot_seconds: what a slot costs besides its time, in time.
         """
         before = self._probe_seconds
-        too_dear: dict[Method, float] = {}  # from so many tokens to catch up on, as long as nothing is added
-        for wait, index in self._waiting(step):
+        too_dear = math.inf  # from so many tokens to catch up on, as long as nothing is added
+        for wait, index, offer in self._waiting(step):
             # Where a draft pass is paid for, those that have waited for half their time come along, a few at once.
             spent = before - self._probe_seconds
             if (wait < 1.0 and not spent) or spent > PROBE_STRETCH * step.seconds:
                 break
             candidate = step.candidates[index]
-            [offer] = [offer for offer in candidate.offers if offer.method is DRAFT_MODEL]
-            if offer.catch_up >= too_dear.get(offer.method, math.inf):
+            if offer.catch_up >= too_dear:
                 continue
             if self._pay(step, slot_seconds, index, offer):
-                too_dear.clear()
+                too_dear = math.inf
                 interval = self._probe_interval(candidate)
                 self._probe_intervals[candidate.request_id] = min(2 * interval, MAX_PROBE_INTERVAL)
                 self._num_probes += 1
             else:
-                too_dear[offer.method] = offer.catch_up
+                too_dear = float(offer.catch_up)
         if self._num_steps - self._deeper_at >= DEEPER_INTERVAL:
             self._deeper_at = self._num_steps
             self._probe_deeper(step, slot_seconds)
 
-    def _waiting(self, step: _Step) -> list[tuple[float, int]]:
-        """Requests that have not drafted for half of their interval or more, the longest first: how much of it has
-        passed, and the index.
+    def _waiting(self, step: _Step) -> list[tuple[float, int, Offer]]:
+        """Requests whose draft model was idle for half of their interval or more, the longest first: how much of it has
+        passed, the index, and what the model offers.
 
         Intervals differ by request, so that those which began together do not probe together.
         """
         waiting = []
         for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen)):
-            if choice.depth or not any([offer.method is DRAFT_MODEL for offer in candidate.offers]):
+            offer = offer_by(DRAFT_MODEL, candidate)
+            if choice.depth or offer is None:
                 continue
             interval = self._probe_interval(candidate)
-            passed = candidate.steps_without_drafts / (interval + candidate.request_id * PROBE_SPREAD % interval)
+            passed = candidate.steps_without_model / (interval + candidate.request_id * PROBE_SPREAD % interval)
             if passed >= 0.5:
-                waiting.append((passed, index))
+                waiting.append((passed, index, offer))
         return sorted(waiting, reverse=True)
 
     def _probe_interval(self, candidate: DepthCandidate) -> int:
@@ -418,7 +373,7 @@ class AdaptiveDepth:
             for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen))
             for offer in candidate.offers
             if offer.method is choice.method is DRAFT_MODEL
-            and choice.depth == self.decision.depth < min(candidate.highest, len(offer.survivals), self.max_depth)
+            and choice.depth == self._depth < min(candidate.highest, len(offer.survivals), self.max_depth)
         ]
         if deepest:
             self._pay(step, slot_seconds, *deepest[self._num_steps // DEEPER_INTERVAL % len(deepest)])
@@ -510,19 +465,3 @@ class _Step:
         rows = load.rows + self.slots
         shape = StepShape(rows, load.context, tuple(self._passes), self.catch_up, sequences=load.sampling)
         return max(self.costs.step(shape), SHORTEST)
-
-
-def _offer_by(method: Method, candidate: DepthCandidate) -> Offer | None:
-    for offer in candidate.offers:
-        if offer.method is method:
-            return offer
-    return None
-
-
-def _gains(survivals: Sequence[float], costs: list[float]) -> list[float]:
-    """What the first 0, 1, ... of these slots bring beyond their costs, in tokens."""
-    gains, tokens = [0.0], 0.0
-    for survival, cost in zip(survivals, costs[1:]):
-        tokens += survival
-        gains.append(tokens - cost)
-    return gains

@@ -34,19 +34,23 @@ class DepthCandidate:
     Attributes:
         offers: one, or two by different methods.
         lowest, highest: bounds that the choice keeps; an offer that cannot reach `lowest` goes as deep as it can.
-        steps_without_drafts: decode steps since the request last drafted.
+        steps_without_model: decode steps since its draft model last drafted.
     """
 
-    __slots__ = ("highest", "lowest", "offers", "request_id", "steps_without_drafts")
+    __slots__ = ("highest", "lowest", "offers", "request_id", "steps_without_model")
 
     def __init__(
-        self, request_id: int, offers: tuple[Offer, ...], lowest: int, highest: int, steps_without_drafts: int = 0
+        self, request_id: int, offers: tuple[Offer, ...], lowest: int, highest: int, steps_without_model: int = 0
     ) -> None:
         self.request_id = request_id
         self.offers = offers
         self.lowest = lowest
         self.highest = highest
-        self.steps_without_drafts = steps_without_drafts
+        self.steps_without_model = steps_without_model
+
+    def reach(self, max_depth: int) -> int:
+        """How deep it may draft where nobody goes deeper than that, unless bounds ask for it."""
+        return max(self.lowest, min(self.highest, max_depth))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,13 @@ class Decision:
 
 
 NOTHING: Final = Chosen(NO_METHOD, 0)
+
+
+def offer_by(method: Method, candidate: DepthCandidate) -> Offer | None:
+    for offer in candidate.offers:
+        if offer.method is method:
+            return offer
+    return None
 
 
 def within_bounds(candidate: DepthCandidate, offer: Offer, depth: int) -> Chosen:

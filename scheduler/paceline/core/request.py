@@ -116,7 +116,7 @@ class Request:
         self.counts_by_method = defaultdict[Method, SpeculationCounts](SpeculationCounts)
         self.counts_without_drafts = self.counts_by_method[NO_METHOD]
         self.depth = 0
-        self.steps_without_drafts = 0
+        self.steps_without_model = 0
         self.num_preemptions = 0
         self.rank = 0.0
         self.admitted_at = -math.inf

@@ -591,7 +591,7 @@ class Scheduler:
         catches up when it is asked for a draft.
         """
         share = Share(request, rows, samples, end, blocks)
-        share.scores_ngram = samples and NGRAM in request.methods
+        share.scores_ngram = samples and NGRAM in request.limits
         reads_prompt = rows > 1 or not (request.output_token_ids or request.pending)
         if reads_prompt and self.speculation.model_drafts and self._limits(request).get(DRAFT_MODEL):
             share.method, share.catch_up = DRAFT_MODEL, rows

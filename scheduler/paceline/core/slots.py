@@ -1,4 +1,4 @@
-"""Which draft slots of a step earn the most, at a price of time: an exact search over draft passes and slots."""
+"""Which slots of the draft model earn the most, at a price of time: an exact search over draft passes and slots."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import NOTHING, Chosen, DepthCandidate, StepLoad
-from paceline.core.method import Method
+from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, StepLoad, offer_by
+from paceline.core.method import DRAFT_MODEL
 
 Array = NDArray[np.float64]
 
@@ -42,8 +42,8 @@ class BestSlots:
 class SlotProblem:
     """Which slots, and how many draft passes D?
 
-    A *run* is what one offer could draft. For a given D, which is paid for whole, slots at positions up to D (by
-    n-gram: all) stand in one order: first those that bounds ask for, then by what they bring. Survivals do not
+    A *run* is what the draft model could draft for one request. For a given D, which is paid for whole, slots at
+    positions up to D stand in one order: first those that bounds ask for, then by what they bring. Survivals do not
     increase, so what is taken from its front is a prefix of each run. Every count is looked at: costs rise in stairs,
     so the first drop says nothing. If a pass costs a constant and a share for each of its sequences, the outcome is the
     best there is.
@@ -68,12 +68,10 @@ class SlotProblem:
         self.second = second
         self.slot_price = slot_price
         runs = self.runs = _Runs(candidates, load.budget, costs, max_depth)
-        num_models = int(runs.is_model.sum())
+        count = len(runs.owners)
         self.targets = costs.targets(load.rows, int(runs.lengths.sum()), load.context, load.sampling)
-        self.first_pass, self.later_pass = costs.first_passes(num_models), costs.draft_passes(num_models)
-        # Of a slot, at the average.
-        self.row_price = slot_price + second * _mean_rise(self.targets)
-        self.pass_price = second * _mean_rise(self.later_pass[1:])
+        self.first_pass, self.later_pass = costs.first_passes(count), costs.draft_passes(count)
+        self.pass_price = second * _mean_rise(self.later_pass[1:])  # of a slot, at the average
         self.max_passes = self._max_passes(passes)
 
     def solve(self) -> list[BestSlots]:
@@ -82,18 +80,17 @@ class SlotProblem:
         rows, columns = np.nonzero(runs.inside)  # [slots]
         survivals = runs.survivals[rows, columns]
         is_asked = columns < runs.asked[rows]
-        price = np.where(runs.is_model, self.pass_price + second * runs.reading / runs.lengths, 0.0)
+        price = second * runs.reading / runs.lengths
         order = np.argsort(np.where(is_asked, columns - ASKED, price[rows] - survivals), kind="stable")
         rows, columns, survivals, is_asked = rows[order], columns[order], survivals[order], is_asked[order]
-        of_model = runs.is_model[rows]
 
         # From here on one line for each number of passes: [D + 1, slots].
         passes = np.arange(self.max_passes + 1)[:, None]
-        taken = self._usable()[:, rows] & (~of_model | (columns < passes))
+        taken = columns < passes
         rows_taken = 1 + np.where(columns == 0, runs.catch_up[rows], 0)
         taken &= np.cumsum(taken * rows_taken, axis=1) <= self.load.budget
         counts = _from_zero(taken)
-        drafting = self._drafting(taken, columns, of_model) + taken * np.where(columns == 0, runs.reading[rows], 0.0)
+        drafting = self._drafting(taken, columns) + taken * np.where(columns == 0, runs.reading[rows], 0.0)
         seconds = self.targets[counts] + self._seconds_of_passes() + _from_zero(drafting)
         values = self.load.sampling - second * seconds + _from_zero(taken * (survivals - self.slot_price))
         asked = (taken & is_asked).sum(axis=1)
@@ -111,10 +108,10 @@ class SlotProblem:
         ]
 
     def chosen(self, best: BestSlots, count: int) -> list[Chosen]:
-        """Method and depth of each of `count` candidates."""
+        """What each of `count` candidates drafts."""
         chosen = [NOTHING] * count
         for run in np.flatnonzero(best.depths).tolist():
-            chosen[self.runs.owners[run]] = Chosen(self.runs.methods[run], int(best.depths[run]))
+            chosen[self.runs.owners[run]] = Chosen(DRAFT_MODEL, int(best.depths[run]))
         return chosen
 
     def mean_price(self, best: BestSlots) -> float:
@@ -125,53 +122,24 @@ class SlotProblem:
         """What one sequence adds to the cost of each draft pass, in tokens, if others go on as they are: all that the
         pass costs if it is alone in it, as it would be in the last of these.
         """
-        depths = best.depths[self.runs.is_model].tolist()
+        depths = best.depths.tolist()
         alone = self.second * float(self.later_pass[1]) if depths else 0.0
         counts = [sum([depth > number for depth in depths]) for number in range(best.passes + 1)]
         return [self.pass_price if count > 1 else alone for count in counts]
 
-    def slot_prices(self, best: BestSlots) -> dict[Method, float]:
-        """What one more slot of each method costs behind the best, in tokens."""
+    def next_price(self, best: BestSlots) -> float:
+        """What one more slot costs behind the best, verified, in tokens."""
         slots = int(best.depths.sum())
         following = self.targets[slots : slots + 1 + len(self.runs.owners)]
-        row = self.slot_price + self.second * _mean_rise(following if len(following) > 1 else self.targets)
-        return {Method.NGRAM: row, Method.DRAFT_MODEL: row + self.pass_price}
+        return self.slot_price + self.second * _mean_rise(following if len(following) > 1 else self.targets)
 
     def _max_passes(self, passes: int) -> int:
         """No more are looked at than bounds ask for, or than can pay: all drafts of one bring more than it costs."""
-        models = self.runs.is_model
-        if not models.any():
+        runs = self.runs
+        if not runs.owners:
             return 0
-        pays = self.runs.survivals[models].sum(axis=0) > self.second * min(self.first_pass[1], self.later_pass[1])
-        longest = int(self.runs.lengths[models].max())
-        return max(int(self.runs.asked[models].max()), int(pays.sum()), min(passes, longest))
-
-    def _usable(self) -> NDArray[np.bool_]:
-        """The runs that may be drawn on, one for each candidate: [D + 1, runs]."""
-        runs = self.runs
-        usable = np.ones((self.max_passes + 1, len(runs.owners)), dtype=np.bool_)
-        owners = np.array(runs.owners)
-        one = np.flatnonzero(owners[1:] == owners[:-1])
-        if len(one):
-            gains = self._gains()
-            usable[:, one] = gains[:, one] >= gains[:, one + 1]
-            usable[:, one + 1] = ~usable[:, one]
-        return usable
-
-    def _gains(self) -> Array:
-        """What each run brings by number of passes, at the average price of a slot: [D + 1, runs]."""
-        runs = self.runs
-        worth = runs.survivals - self.row_price - self.pass_price * runs.is_model[:, None]
-        columns = np.arange(worth.shape[1])
-        asked = columns < runs.asked[:, None]
-        worth[~asked & (worth < 0.0)] = 0.0
-        worth[~runs.inside] = 0.0
-        gains = _from_zero(worth)  # [runs, K + 1]
-        passes = np.arange(self.max_passes + 1)
-        gains = np.where(runs.is_model[:, None], gains[:, passes], gains[:, -1:])
-        # A model that cannot draft at all, or not as deep as bounds ask, comes last.
-        gains[runs.is_model[:, None] & (passes < np.maximum(runs.asked, 1)[:, None])] = -math.inf
-        return (gains - self.second * runs.reading[:, None]).T
+        pays = runs.survivals.sum(axis=0) > self.second * min(self.first_pass[1], self.later_pass[1])
+        return max(int(runs.asked.max()), int(pays.sum()), min(passes, int(runs.lengths.max())))
 
     def _seconds_of_passes(self) -> Array:
         """Of 0, 1, ... passes with one sequence each, [D + 1, 1]."""
@@ -180,51 +148,48 @@ class SlotProblem:
             seconds[1:] = self.first_pass[1] + self.later_pass[1] * np.arange(self.max_passes)[:, None]
         return seconds
 
-    def _drafting(self, taken: NDArray[np.bool_], columns: NDArray[np.int64], of_model: NDArray[np.bool_]) -> Array:
+    def _drafting(self, taken: NDArray[np.bool_], columns: NDArray[np.int64]) -> Array:
         """Seconds that each slot adds to its draft pass, which has one sequence already: [D + 1, slots]."""
         added = np.zeros(taken.shape)
-        members = np.flatnonzero(of_model)
-        if not len(members):
+        if not taken.size:
             return added
-        members = members[np.argsort(columns[members], kind="stable")]  # pass by pass
-        passes, inside = columns[members], taken[:, members]
+        by_pass = np.argsort(columns, kind="stable")
+        passes, inside = columns[by_pass], taken[:, by_pass]
         before = _from_zero(inside)
         in_pass = before[:, :-1] - before[:, np.searchsorted(passes, passes)]
         more = np.array([np.diff(table[1:], prepend=table[1:2]) for table in (self.first_pass, self.later_pass)])
-        added[:, members] = inside * more[np.minimum(passes, 1), in_pass]
+        added[:, by_pass] = inside * more[np.minimum(passes, 1), in_pass]
         return added
 
 
 class _Runs:
-    """Every offer within its bounds, in arrays, less those whose catching up does not fit the budget, short ones first.
+    """What the draft model offers within bounds, in arrays, less what does not fit the budget for all that must be read
+    before, short ones first.
 
     Attributes:
         owners: index of the candidate of each.
         survivals: [runs, K], as far as bounds and the offer go; 0 behind.
         lengths, asked: slots, and how many of them bounds ask for.
-        catch_up, reading: rows and seconds for catching up; what was missed while nothing was drafted serves many steps
-            and is spread over them.
+        catch_up, reading: rows and seconds for catching up.
     """
 
     def __init__(self, candidates: list[DepthCandidate], budget: int, costs: CostModel, max_depth: int) -> None:
-        fitting = _fitting(candidates, budget)
+        offers = [offer_by(DRAFT_MODEL, candidate) for candidate in candidates]
+        fitting = _fitting(offers, budget)
         self.owners: list[int] = []
-        self.methods: list[Method] = []
         survivals, asked, catch_up, reading = [], [], [], []
-        for owner, candidate in enumerate(candidates):
-            highest = max(candidate.lowest, min(candidate.highest, max_depth))
-            for offer in candidate.offers:
-                run = offer.survivals[:highest]
-                if not run or (offer.catch_up and owner not in fitting):
-                    continue
-                self.owners.append(owner)
-                self.methods.append(offer.method)
-                survivals.append(run)
-                asked.append(min(candidate.lowest, len(run)))
-                catch_up.append(offer.catch_up)
-                seconds = costs.draft_rows(offer.catch_up) if offer.catch_up else 0.0
-                reading.append(seconds / CATCH_UP_HORIZON if candidate.steps_without_drafts else seconds)
-        self.is_model = np.array([method is Method.DRAFT_MODEL for method in self.methods], dtype=np.bool_)
+        for owner, offer in enumerate(offers):
+            if offer is None:
+                continue
+            candidate = candidates[owner]
+            run = offer.survivals[: candidate.reach(max_depth)]
+            if not run or (offer.catch_up and owner not in fitting):
+                continue
+            self.owners.append(owner)
+            survivals.append(run)
+            asked.append(min(candidate.lowest, len(run)))
+            catch_up.append(offer.catch_up)
+            reading.append(reading_seconds(costs, candidate, offer))
         self.lengths = np.array([len(run) for run in survivals], dtype=np.int64)
         self.asked = np.array(asked, dtype=np.int64)
         self.catch_up = np.array(catch_up, dtype=np.int64)
@@ -239,9 +204,19 @@ class _Runs:
         return inside
 
 
-def _fitting(candidates: list[DepthCandidate], budget: int) -> set[int]:
-    """Of the candidates whose draft model has to catch up, those for whom there are rows if the shortest go first."""
-    behind = [(offer.catch_up, owner) for owner, one in enumerate(candidates) for offer in one.offers if offer.catch_up]
+def reading_seconds(costs: CostModel, candidate: DepthCandidate, offer: Offer) -> float:
+    """What catching up costs a step. What was missed while the draft model was idle serves many steps and is spread
+    over them.
+    """
+    if not offer.catch_up:
+        return 0.0
+    seconds = costs.draft_rows(offer.catch_up)
+    return seconds / CATCH_UP_HORIZON if candidate.steps_without_model else seconds
+
+
+def _fitting(offers: list[Offer | None], budget: int) -> set[int]:
+    """Of the requests whose draft model has to catch up, those for whom there are rows if the shortest go first."""
+    behind = [(offer.catch_up, owner) for owner, offer in enumerate(offers) if offer is not None and offer.catch_up]
     fitting = set()
     for catch_up, owner in sorted(behind):
         if catch_up < budget:

@@ -125,7 +125,7 @@ class SpeculationControl:
                 ]
             )
             lowest = min(request.speculation.min_depth, most)
-            candidates.append(DepthCandidate(request.request_id, offers, lowest, most, request.steps_without_drafts))
+            candidates.append(DepthCandidate(request.request_id, offers, lowest, most, request.steps_without_model))
         return candidates
 
     def _acceptance(self, request: Request, method: Method) -> AcceptanceModel:
@@ -251,14 +251,14 @@ class SpeculationControl:
             labels: tuple[float, ...] = ()
             if method is drafter:
                 labels = sequence.acceptance
-            elif method is NGRAM and work.scores_ngram:
+            elif method is NGRAM and request.match:  # else this is a prompt's last row, whose match nobody knew
                 labels = sequence.scored
             if labels:
                 agreed = _agreed(request, method)
                 models[method].observe(request.tenant, residual, labels, request.is_example, agreed)
             else:
                 residual.age()
-        request.steps_without_drafts = 0 if drafter else request.steps_without_drafts + 1
+        request.steps_without_model = 0 if drafter is DRAFT_MODEL else request.steps_without_model + 1
 
 
 def _agreed(request: Request, method: Method) -> int:

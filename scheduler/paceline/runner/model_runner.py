@@ -240,9 +240,7 @@ def _emit(
         # Behind drafts it is for the next step to say so, which stands right there.
         token_ids, accepted, failure = token_ids[:dead_end], dead_end, None if dead_end else DEAD_END
     logprobs = () if raw is None else completion_logprobs(raw, run.positions, token_ids)
-    scored: tuple[float, ...] = ()
-    if scorer is not None and token_ids and not (work.num_drafts and work.method is Method.NGRAM):
-        scored = scorer.score(sequence, token_ids)
+    scored = () if scorer is None else _score(work, sequence, scorer, token_ids)
     sequence.commit(work, token_ids, accepted)
     grammar_end = None
     if matcher is not None and failure is None:
@@ -254,7 +252,7 @@ def _emit(
         num_accepted=accepted,
         acceptance=tuple(verdict.acceptance),
         scored=scored,
-        match=0 if scorer is None else _match(sequence, scorer, matcher if failure is None else None),
+        match=0 if scorer is None else _match(sequence, scorer),
         num_draft_computed=sequence.num_draft_computed,
         logprobs=logprobs,
         grammar_end=grammar_end,
@@ -262,9 +260,20 @@ def _emit(
     )
 
 
-def _match(sequence: Sequence, scorer: Scorer, matcher: Matcher | None) -> int:
+def _score(work: SequenceWork, sequence: Sequence, scorer: Scorer, token_ids: list[int]) -> tuple[float, ...]:
+    """How n-grams would have done, unless they drafted, or a grammar would have in their stead."""
+    if (work.num_drafts and work.method is Method.NGRAM) or _is_forced(sequence):
+        return ()
+    return scorer.score(sequence, token_ids)
+
+
+def _match(sequence: Sequence, scorer: Scorer) -> int:
     """What n-grams can go on from; what a grammar forces is drafted in their stead."""
-    return LONGEST_MATCH if matcher is not None and matcher.forced(1) else scorer.match(sequence)
+    return LONGEST_MATCH if _is_forced(sequence) else scorer.match(sequence)
+
+
+def _is_forced(sequence: Sequence) -> bool:
+    return sequence.matcher is not None and bool(sequence.matcher.forced(1))
 
 
 def _advance(matcher: Matcher, token_ids: list[int], find_end: bool) -> tuple[int | None, str | None]:

@@ -150,7 +150,7 @@ class _Stream:
     truth: tuple[float, ...]
     left: int | None
     residual: Residual = field(default_factory=Residual)
-    steps_without_drafts: int = 0
+    steps_without_model: int = 0
     behind: int = 0
 
     @property
@@ -160,7 +160,7 @@ class _Stream:
 
     def advance(self, depth: int, emitted: int) -> None:
         """Book one decode."""
-        self.steps_without_drafts = 0 if depth else self.steps_without_drafts + 1
+        self.steps_without_model = 0 if depth else self.steps_without_model + 1
         self.behind = 0 if depth else self.behind + emitted
         if self.left is not None:
             self.left -= emitted
@@ -241,7 +241,7 @@ def _choose(policy: DepthPolicy, streams: Sequence[_Stream], estimator: Acceptan
         else:
             survivals = estimator.survivals(TENANT, stream.residual, highest)
         offer = Offer(Method.DRAFT_MODEL, survivals, stream.behind)
-        return DepthCandidate(stream.request_id, (offer,), 0, highest, stream.steps_without_drafts)
+        return DepthCandidate(stream.request_id, (offer,), 0, highest, stream.steps_without_model)
 
     load = StepLoad(rows=len(streams), context=0, sampling=len(streams), budget=BUDGET)
     chosen = choose_depths(

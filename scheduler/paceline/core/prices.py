@@ -1,0 +1,54 @@
+"""What drafts cost a step, in the tokens that its time could earn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.core.cost_model import CostModel
+from paceline.core.depth import DepthCandidate, Offer, StepLoad
+from paceline.core.slots import reading_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Of one step.
+
+    Attributes:
+        load: the step.
+        second: tokens that a second is worth.
+        slot_price: of a slot, besides its time.
+        passes: what one sequence adds to each draft pass, at least one; passes behind cost as much as the last.
+    """
+
+    costs: CostModel
+    load: StepLoad
+    second: float
+    slot_price: float
+    passes: list[float]
+
+    def of_slots(self, rows: int, count: int) -> list[float]:
+        """Of 0, 1, ... `count` slots beside so many rows."""
+        seconds = self.costs.targets(rows, count, self.load.context, self.load.sampling)
+        prices: list[float] = (self.second * (seconds - seconds[0]) + self.slot_price * np.arange(count + 1)).tolist()
+        return prices
+
+    def of_drafting(self, candidate: DepthCandidate, offer: Offer, depth: int) -> float:
+        """What the draft model adds for so many drafts of one request, what it has to read before included."""
+        last = len(self.passes) - 1
+        passes = sum([self.passes[min(number, last)] for number in range(depth)])
+        return passes + self.of_reading(candidate, offer)
+
+    def of_reading(self, candidate: DepthCandidate, offer: Offer) -> float:
+        return self.second * reading_seconds(self.costs, candidate, offer)
+
+
+def gains(survivals: Sequence[float], prices: Sequence[float]) -> list[float]:
+    """What the first 0, 1, ... of these slots bring beyond their prices, in tokens."""
+    sums, tokens = [0.0], 0.0
+    for index, survival in enumerate(survivals):
+        tokens += survival
+        sums.append(tokens - prices[index + 1])
+    return sums
