@@ -523,7 +523,7 @@ def test_a_newcomer_whose_draft_model_has_much_to_read_does_not_draft() -> None:
 
 
 def test_a_draft_model_goes_as_deep_as_pays_until_the_next_decision() -> None:
-    """But not to nothing, or it would fall behind. Who is alone in a pass pays for it."""
+    """But not to nothing, or it would fall behind, unless it has already. Who is alone in a pass pays for it."""
     costs = Costs(lambda rows: 1.0 + 0.01 * rows, lambda count: 0.1 + 0.01 * count)
     for count in (1, 8):
         policy = adaptive(costs)
@@ -537,6 +537,8 @@ def test_a_draft_model_goes_as_deep_as_pays_until_the_next_decision() -> None:
         assert depths[0] == depths[3] == before
         assert depths[1] > before if count == 1 else depths[1] == before, "nobody else shares a pass behind the last"
         assert depths[2] == 1
+        drafted(policy, (0, before, 0), count=count)  # by n-grams
+        assert choose(policy, candidate(0.01, 0, without=3), *batch[1:])[0] == 0
     costs = Costs(lambda rows: 1.0, lambda count: 0.3 + 0.01 * count)
     alone, together = (adaptive(costs) for _ in range(2))
     choose(alone, candidate(0.95, 0))

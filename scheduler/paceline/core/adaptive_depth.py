@@ -111,8 +111,8 @@ class AdaptiveDepth:
     def _by_model(self, candidate: DepthCandidate, prices: Prices) -> Chosen:
         """What stands; for one that has drafted since, what still pays: a slot that was chosen at what it costs in the
         mean, one behind it at what the next would cost, and its part of a pass. Without a last draft it would fall
-        behind, which is for the next decision. For a new one, the best at the prices of the last decision, if that
-        pays for what its draft model has to read.
+        behind, if it is not already, which is for the next decision. For a new one, the best at the prices of the last
+        decision, if that pays for what its draft model has to read.
         """
         request_id, offer = candidate.request_id, offer_by(DRAFT_MODEL, candidate)
         choice = self._chosen.get(request_id)
@@ -120,7 +120,7 @@ class AdaptiveDepth:
             return choice or NOTHING
         before = self._reviewed.pop(request_id, None)
         if before is not None:
-            depth = max(self._worth(offer, before.depth), 1)
+            depth = max(self._worth(offer, before.depth), int(not candidate.steps_without_model))
         else:
             price = self._next_price + self._pass_price
             depth = sum([survival > price for survival in offer.survivals[: self._num_passes]])

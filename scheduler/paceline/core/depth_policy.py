@@ -35,7 +35,9 @@ class DepthPolicy(Protocol):
         return None
 
     def join(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
-        """`choose` for these alone, while what stands of the others goes on to hold; their drafts are in `load`."""
+        """`choose` for these alone, while what stands of the others goes on to hold. The drafts of those are in `load`,
+        what their draft model reads is not.
+        """
         raise AssertionError("asked only of policies whose choices stand")
 
     def observe(self, outcome: Outcome) -> None:
