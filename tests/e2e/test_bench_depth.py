@@ -85,7 +85,7 @@ BATCH = [((5, 6, 7), GREEDY), ((8, 9), GREEDY)]
 def test_the_next_step_is_of_whom_has_the_fewest_tokens(
     pair: tuple[Path, Path], watched: type[Watched], first: int
 ) -> None:
-    engine = _engine(pair)
+    engine = _engine(pair, max_depth=3)  # nor does auto draft more, whatever its prices are here
     served = turns.serve_batch(engine, BATCH, _entrants(engine, "off,3,auto"), 24, first)
     order = [(first + turn) % 3 for turn in range(3)]
     made = [watched.lanes[lane] for lane in range(3)]

@@ -358,7 +358,7 @@ void multiply(const Input& x, const Element* tile, Span span, int64_t row, int64
         if (by_tiles<Element>()) {
             constexpr auto BLOCKS = std::make_integer_sequence<int, MOST_ROWS / LANES>();
             static constexpr auto by_blocks = multiply_by_blocks<Input, Element>(BLOCKS);
-            return by_blocks[(count - 1) / LANES](x, tile + span.begin * TILE, span, row, count, sums);
+            return by_blocks[(count - 1) / LANES](x, tile, span, row, count, sums);
         }
     }
 #endif
