@@ -24,6 +24,7 @@ AVX2 = {"avx2", "bmi2", "fma", "movbe"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 TARGETS: dict[str, set[str]] = {
     "x86-64": set(),
+    "x86-64 -DEMULATED_TILES=1": set(),  # how a matrix unit is fed
     "haswell": AVX2,
     "skylake-avx512": AVX512,
     "cooperlake": AVX512 | {"avx512_bf16", "avx512_vnni"},

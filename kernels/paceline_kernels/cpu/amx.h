@@ -1,13 +1,100 @@
 // The matrix unit: tiles of 16 rows of 64 bytes, and products of two of them.
 #pragma once
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
-#define AMX
+#include <cstdint>
+#include <cstring>
+
+#if !defined(EMULATED_TILES)
+#define EMULATED_TILES 0
+#endif
+
+// Rows of a thread's eight tiles, and their bytes.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+#if EMULATED_TILES
+// The instructions below in plain C++, slowly: what uses tiles is tested on machines that have none.
+#define TILES
+inline bool has_tiles() { return true; }
+
+struct EmulatedTiles {
+    TileShapes shapes;
+    alignas(64) char bytes[8][16][64];
+};
+inline thread_local EmulatedTiles emulated;
+
+class Tiles {
+public:
+    explicit Tiles(const TileShapes& shapes = {}) {
+        emulated.shapes = shapes;
+        std::memset(emulated.bytes, 0xff, sizeof emulated.bytes);  // nobody relies on what they held
+    }
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+};
+
+template <int TILE>
+inline void clear_tile() {
+    std::memset(emulated.bytes[TILE], 0, sizeof emulated.bytes[TILE]);
+}
+
+template <int TILE>
+inline void load_tile(const void* rows, int64_t stride) {
+    for (int row = 0; row < emulated.shapes.rows[TILE]; ++row) {
+        std::memcpy(emulated.bytes[TILE][row], (const char*)rows + row * stride, emulated.shapes.row_bytes[TILE]);
+    }
+}
+
+template <int TILE>
+inline void store_tile(void* rows, int64_t stride) {
+    for (int row = 0; row < emulated.shapes.rows[TILE]; ++row) {
+        std::memcpy((char*)rows + row * stride, emulated.bytes[TILE][row], emulated.shapes.row_bytes[TILE]);
+    }
+}
+
+// Sums of SUM's rows: each 4 bytes of a row of LEFT with the row of RIGHT that meets them, by product(left, right, sum).
+template <int SUM, int LEFT, int RIGHT, class Sum, class Product>
+inline void multiply_emulated(const Product& product) {
+    for (int row = 0; row < emulated.shapes.rows[SUM]; ++row) {
+        Sum sums[16];
+        std::memcpy(sums, emulated.bytes[SUM][row], sizeof sums);
+        for (int k = 0; k < emulated.shapes.row_bytes[LEFT] / 4; ++k) {
+            for (int column = 0; column < 16; ++column) {
+                sums[column] = product(emulated.bytes[LEFT][row] + 4 * k, emulated.bytes[RIGHT][k] + 4 * column, sums[column]);
+            }
+        }
+        std::memcpy(emulated.bytes[SUM][row], sums, sizeof sums);
+    }
+}
+
+template <int SUM, int LEFT, int RIGHT>
+inline void multiply_bfloat16_tiles() {
+    multiply_emulated<SUM, LEFT, RIGHT, float>([](const char* left, const char* right, float sum) {
+        uint32_t a, b;
+        std::memcpy(&a, left, sizeof a);
+        std::memcpy(&b, right, sizeof b);
+        const uint32_t factors[] = {a << 16, b << 16, a & 0xffff0000u, b & 0xffff0000u};
+        float floats[4];
+        std::memcpy(floats, factors, sizeof floats);
+        return sum + floats[0] * floats[1] + floats[2] * floats[3];
+    });
+}
+
+template <int SUM, int LEFT, int RIGHT>
+inline void multiply_int8_tiles() {
+    multiply_emulated<SUM, LEFT, RIGHT, int32_t>([](const char* left, const char* right, int32_t sum) {
+        for (int i = 0; i < 4; ++i) sum += (int8_t)left[i] * (uint8_t)right[i];
+        return sum;
+    });
+}
+#elif defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
+#define TILES
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include <cstdint>
 
 // Whether the kernel lets this process use it. The answer is the same for every thread and every call.
 inline bool has_tiles() {
@@ -15,13 +102,6 @@ inline bool has_tiles() {
     static const bool permitted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
     return permitted;
 }
-
-// Rows of this thread's eight tiles, and their bytes.
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
 
 // While it lives, this thread's tiles have these shapes; nothing where there are none.
 class Tiles {
@@ -68,8 +148,6 @@ inline void multiply_int8_tiles() {
 }
 #else
 inline bool has_tiles() { return false; }
-
-struct TileShapes {};
 
 class Tiles {
 public:

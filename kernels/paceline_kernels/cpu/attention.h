@@ -107,7 +107,7 @@ public:
 #pragma GCC unroll 8
         for (int line = 0; line < LINES; ++line) {
             // The compiler leaves out functions that do nothing but __builtin_prefetch.
-#if defined(AMX)
+#if defined(TILES)
             asm volatile("prefetcht1 %0" ::"m"(span.begin[64 * line]));
 #elif defined(__x86_64__)
             asm volatile("prefetcht2 %0" ::"m"(span.begin[64 * line]));
@@ -195,7 +195,7 @@ void multiply(Rows<float> out, Rows<const X> left, int64_t rows, const Panels<At
     }
 }
 
-#ifdef AMX
+#ifdef TILES
 // Four tiles for sums; then a left and a right factor with 16 pairs, and such with the 8 pairs of a group of positions.
 // What has fewer than 16 rows is done sooner.
 inline TileShapes shapes(int64_t rows) {
@@ -391,7 +391,7 @@ private:
     // the same positions are fetched; while those are, the keys that come next.
     void attend(const Layer& layer, const Piece& piece, const Piece* next) const {
         const int64_t queries = piece.rows * sharing_, groups = groups_until(piece.context() - 1);
-#ifdef AMX
+#ifdef TILES
         const Tiles tiles(attention::shapes(std::min<int64_t>(LANES, queries)));
 #endif
         const int64_t together = tiles_ ? 1 : piece.heads;
@@ -574,7 +574,7 @@ private:
                   const attention::Panels<At>& right, Range panels, attention::Ahead& ahead) const {
         const auto some = [&](auto count, int64_t first) {
             constexpr int N = decltype(count)::value;
-#ifdef AMX
+#ifdef TILES
             if constexpr (std::is_same_v<T, bfloat16>) {
                 constexpr auto SEQUENCE = std::make_integer_sequence<int, N>();
                 if (tiles_) return attention::multiply_tiles<PAIRS>(SEQUENCE, out, left, right, first, ahead);

@@ -41,7 +41,8 @@ FLAGS = (
     "-ffp-contract=off",
 )
 COMPILER_VARIABLE = "CXX"
-MARCH_VARIABLE = "PACELINE_MARCH"  # what to compile for, such as haswell or x86-64; by default this CPU
+# What to compile for, such as haswell or x86-64, and flags behind it; by default this CPU.
+MARCH_VARIABLE = "PACELINE_MARCH"
 CACHE_VARIABLE = "PACELINE_CACHE"
 LAST_LINES = 20  # of what a compiler complains about
 
@@ -86,7 +87,7 @@ def build(name: str, march: str) -> Path:
     """
     compiler = find_compiler()
     source = SOURCES / f"{name}.cpp"
-    flags = (*FLAGS, f"-march={march}")
+    flags = (*FLAGS, *shlex.split(f"-march={march}"))
     texts = [path.read_bytes() for path in (source, *sorted(SOURCES.glob("*.h")))]
     identity = "\0".join((compiler, *flags, torch.__version__, _cpu())).encode()
     digest = hashlib.sha256(b"\0".join([identity, *texts])).hexdigest()[:16]

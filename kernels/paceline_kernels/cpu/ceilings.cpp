@@ -108,30 +108,30 @@ int64_t multiply_bytes(int64_t rounds, uint32_t& seen) {
     return rounds * OPERATIONS / (KEPT_WIDE ? 2 : 1);
 }
 
-#ifdef AMX
+#ifdef TILES
 template <bool HALVES>
 int64_t multiply_tiles(int64_t rounds) {
     const Tiles tiles;
     alignas(64) static const char zeros[16 * 64] = {};
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    _tile_loadd(4, zeros, 64);
-    _tile_loadd(5, zeros, 64);
-    _tile_loadd(6, zeros, 64);
-    _tile_loadd(7, zeros, 64);
+    clear_tile<0>();
+    clear_tile<1>();
+    clear_tile<2>();
+    clear_tile<3>();
+    load_tile<4>(zeros, 64);
+    load_tile<5>(zeros, 64);
+    load_tile<6>(zeros, 64);
+    load_tile<7>(zeros, 64);
     for (int64_t round = 0; round < rounds; ++round) {
         if constexpr (HALVES) {
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            multiply_bfloat16_tiles<0, 4, 6>();
+            multiply_bfloat16_tiles<1, 4, 7>();
+            multiply_bfloat16_tiles<2, 5, 6>();
+            multiply_bfloat16_tiles<3, 5, 7>();
         } else {
-            _tile_dpbsud(0, 4, 6);
-            _tile_dpbsud(1, 4, 7);
-            _tile_dpbsud(2, 5, 6);
-            _tile_dpbsud(3, 5, 7);
+            multiply_int8_tiles<0, 4, 6>();
+            multiply_int8_tiles<1, 4, 7>();
+            multiply_int8_tiles<2, 5, 6>();
+            multiply_int8_tiles<3, 5, 7>();
         }
     }
     return rounds * 4 * 16 * 16 * (HALVES ? 32 : 64) * 2;
@@ -140,7 +140,7 @@ int64_t multiply_tiles(int64_t rounds) {
 
 int64_t multiply(int kind, int64_t rounds, uint32_t& seen) {
     if (kind == 0) return multiply_floats(rounds, seen);
-#ifdef AMX
+#ifdef TILES
     if (has_tiles()) return kind == 1 ? multiply_tiles<true>(rounds) : multiply_tiles<false>(rounds);
 #endif
     return kind == 1 ? multiply_halves(rounds, seen) : multiply_bytes(rounds, seen);
@@ -152,7 +152,7 @@ extern "C" {
 
 // Which instructions the decoder multiplies by. The string lives forever.
 const char* paceline_family() {
-    if (has_tiles()) return "AMX";
+    if (has_tiles()) return EMULATED_TILES ? "AMX, emulated" : "AMX";
 #if defined(__AVX512BF16__)
     return "AVX512-BF16";
 #elif defined(__AVX512F__)

@@ -238,7 +238,7 @@ void multiply_vectors(const Input& x, const Element* tile, Span span, int64_t ro
 
 // ---- The matrix unit ----
 
-#ifdef AMX
+#ifdef TILES
 constexpr int64_t STEP = 2 * 16 * 64;  // bytes of weights that meet one tile of activations
 
 // Calls use(i) for i in [0, COUNT), as a constant.
@@ -327,9 +327,11 @@ void multiply_tiles(const Packed8::Input& x, const uint8_t* weights, Span span, 
         for (int64_t i = 0; i < count; ++i) {
             const int64_t index = x.index(row + i, group);
             const Integers correction = broadcast(x.corrections[index]);
-            const Integers group[] = {(Integers)load_register(products[i]) + correction,
-                                      (Integers)load_register(products[i] + LANES) + correction};
-            add_group(sums.at[i], group, x.scales[index]);
+            Integers sum[COLUMNS];
+            for (int column = 0; column < COLUMNS; ++column) {
+                sum[column] = (Integers)load_register(products[i] + column * REGISTER_LANES) + correction;
+            }
+            add_group(sums.at[i], sum, x.scales[index]);
         }
     }
 }
@@ -353,7 +355,7 @@ bool by_tiles() {
 template <class Input, class Element>
 void multiply(const Input& x, const Element* tile, Span span, int64_t row, int64_t count, Sums& sums,
               const Element* next) {
-#ifdef AMX
+#ifdef TILES
     if constexpr (sizeof(Element) < 4) {
         if (by_tiles<Element>()) {
             constexpr auto BLOCKS = std::make_integer_sequence<int, MOST_ROWS / LANES>();

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "amx.h"
+
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -171,7 +173,7 @@ constexpr int REGISTER_BYTES = 16;
 constexpr int REGISTER_LANES = REGISTER_BYTES / sizeof(float);
 // Whether what is narrow has to be widened before it is multiplied. Then weights are, for some rows at a time; and rows,
 // for which it would be done far more often, are kept wide.
-constexpr bool KEPT_WIDE = REGISTER_BYTES < 64;
+constexpr bool KEPT_WIDE = REGISTER_BYTES < 64 && !EMULATED_TILES;
 typedef float Register __attribute__((vector_size(REGISTER_BYTES)));
 typedef int32_t Integers __attribute__((vector_size(REGISTER_BYTES)));
 typedef uint32_t Bits __attribute__((vector_size(REGISTER_BYTES)));
