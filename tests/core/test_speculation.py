@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from paceline.core.acceptance import Residual
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel, StepShape
+from paceline.core.depth import NOTHING, Chosen, StepLoad
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SchedulingParams, SpeculationParams, StopParams, Verification
@@ -359,6 +361,41 @@ def test_a_draft_model_reads_prompts_only_while_it_drafts() -> None:
     bench.drain()
     read = [sum(work.draft_catch_up for work in bench.works(request)) for request in (first, second)]
     assert read == [40, 0]
+
+
+def test_a_draft_model_reads_prompts_while_others_copy() -> None:
+    """It goes on as soon as they do not."""
+    bench = Bench(AdaptiveDepth(costs()), hybrid=True)
+    bench.runner = _Matches(bench.config, lambda length: 16 * (length > 150), always)
+    first = bench.add(5, max_tokens=800)
+    while bench.works(first)[-1:] == [] or bench.works(first)[-1].method is not Method.NGRAM:
+        bench.step()
+    second = bench.add(140, max_tokens=60)
+    while not second.output_token_ids:
+        bench.step()
+    assert second.draft_gap <= 2
+
+
+class _EveryOther(DepthPolicy):
+    """Drafts by the draft model, and keeps for how long it was idle before."""
+
+    def __init__(self) -> None:
+        self.idle: list[int] = []
+
+    def choose(self, candidates: Any, load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
+        self.idle += [one.steps_without_model for one in candidates]
+        return [Chosen(Method.DRAFT_MODEL, 1) if len(self.idle) % 2 else NOTHING for _ in candidates]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_draft_model_whose_result_is_not_in_yet_is_not_idle(lag: int) -> None:
+    policy = _EveryOther()
+    bench = Bench(policy, lag=lag)
+    bench.add(5, max_tokens=40)
+    bench.drain()
+    behind_a_plain_step, behind_a_draft = policy.idle[2:-2:2], policy.idle[3:-2:2]
+    assert set(behind_a_draft) == {0}
+    assert set(behind_a_plain_step) == {1 - lag}, "which counts once its result is in"
 
 
 def test_a_draft_model_that_is_far_behind_catches_up_in_parts() -> None:

@@ -66,8 +66,9 @@ class AdaptiveDepth:
     unless the load changes; who drafted is reviewed in between. N-grams are looked at in every step: what they have to
     propose, and how good that is, nobody knows before.
     The number of passes changes once what was missed by keeping it adds up to `HYSTERESIS`. Requests whose draft model
-    is idle, and one position more than anyone drafts, are probed now and then, for at most `PROBE_SHARE` of the time.
-    That also pays for what requests lose that go on, not quite worth a draft, before their draft model falls behind.
+    is idle and that do not copy when a decision is due, and one position more than anyone drafts, are probed now and
+    then, for at most `PROBE_SHARE` of the time. That also pays for what requests lose that go on, not quite worth a
+    draft, before their draft model falls behind.
     The price of a step without drafts is probed too.
     """
 
@@ -122,8 +123,8 @@ class AdaptiveDepth:
         if before is not None:
             depth = max(self._worth(offer, before.depth), int(not candidate.steps_without_model))
         else:
-            price = self._next_price + self._pass_price
-            depth = sum([survival > price for survival in offer.survivals[: self._num_passes]])
+            price, most = self._next_price + self._pass_price, min(self._num_passes, candidate.reach(self.max_depth))
+            depth = sum([survival > price for survival in offer.survivals[:most]])
             if sum(offer.survivals[:depth]) - depth * price <= prices.of_reading(candidate, offer):
                 depth = 0
         choice = self._chosen[request_id] = within_bounds(candidate, offer, depth)
@@ -272,12 +273,12 @@ class AdaptiveDepth:
         """
         best = max(solutions, key=lambda solution: (solution.asked, solution.value))
         current = solutions[min(self._num_passes, len(solutions) - 1)]
-        if best is not current:
-            if current.asked == best.asked:
-                self._missed += (best.value - current.value) / (second * best.seconds)
-                if self._missed <= HYSTERESIS:
-                    return current
-            self._num_passes = best.passes
+        if best is not current and current.asked == best.asked:
+            self._missed += (best.value - current.value) / (second * best.seconds)
+            if self._missed <= HYSTERESIS:
+                self._num_passes = current.passes
+                return current
+        self._num_passes = best.passes
         self._missed = 0.0
         return best
 
@@ -294,13 +295,13 @@ class AdaptiveDepth:
         Args:
             slot_seconds: what a slot costs besides its time, in time.
         """
-        ready = [
-            (index, offer)
-            for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen))
-            if not choice.depth and candidate.highest and not candidate.steps_without_model
-            for offer in candidate.offers
-            if offer.method is DRAFT_MODEL
-        ]
+        ready = []
+        for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen)):
+            offer = offer_by(DRAFT_MODEL, candidate)
+            if offer is None or candidate.steps_without_model or not candidate.highest:
+                continue
+            if not choice.depth and not self._chosen[candidate.request_id].depth:
+                ready.append((index, offer))
         if not ready:
             return
         second = self.decision.price_of_time
@@ -368,13 +369,13 @@ class AdaptiveDepth:
 
     def _probe_deeper(self, step: _Step, slot_seconds: float) -> None:
         """Let one of the deepest requests draft one more, each time another."""
-        deepest = [
-            (index, offer)
-            for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen))
-            for offer in candidate.offers
-            if offer.method is choice.method is DRAFT_MODEL
-            and choice.depth == self._depth < min(candidate.highest, len(offer.survivals), self.max_depth)
-        ]
+        deepest = []
+        for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen)):
+            offer = offer_by(DRAFT_MODEL, candidate)
+            if offer is None or choice.method is not DRAFT_MODEL or choice.depth != self._depth:
+                continue
+            if choice.depth < min(candidate.highest, len(offer.survivals), self.max_depth):
+                deepest.append((index, offer))
         if deepest:
             self._pay(step, slot_seconds, *deepest[self._num_steps // DEEPER_INTERVAL % len(deepest)])
 
@@ -409,12 +410,10 @@ class _Step:
         self.tokens = float(load.sampling)
         self._passes: list[int] = []  # sequences in each
         for candidate, choice in zip(candidates, chosen):
-            if not choice.depth:
-                continue
-            for offer in candidate.offers:
-                if offer.method is choice.method:
-                    self.tokens += sum(offer.survivals[: choice.depth])
-                    self._book(offer, 0, choice.depth)
+            offer = offer_by(choice.method, candidate)
+            if choice.depth and offer is not None:
+                self.tokens += sum(offer.survivals[: choice.depth])
+                self._book(offer, 0, choice.depth)
         self.seconds = self._predict()
 
     def seconds_of_one_more(self, index: int, offer: Offer) -> float:

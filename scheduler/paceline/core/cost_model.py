@@ -181,6 +181,12 @@ class CostModel:
         """The same for pass 0, with all that drafting takes once per step."""
         return self._first_pass.span(0, count)
 
+    def passes(self, sequences: Sequence[int]) -> float:
+        """Seconds of draft passes by so many sequences each."""
+        if not sequences:
+            return 0.0
+        return self._first_pass.at(sequences[0]) + sum([self._pass.at(count) for count in sequences[1:]])
+
     def draft_rows(self, rows: int) -> float:
         """Seconds for rows that the draft model reads besides one per sequence of pass 0."""
         return self._per_draft_row * rows
@@ -193,9 +199,7 @@ class CostModel:
         if not (shape.draft_passes or shape.draft_rows):
             return 0.0
         # Reading alone, for drafts to come, is a pass too.
-        first, *later = shape.draft_passes or (1,)
-        passes = self._first_pass.at(first) + sum(self._pass.at(count) for count in later)
-        return passes + self._per_draft_row * shape.draft_rows
+        return self.passes(shape.draft_passes or (1,)) + self._per_draft_row * shape.draft_rows
 
     # -- observations -------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ from paceline.core.slots import ASKED
 class NgramProblem:
     """Who drafts by n-grams in this step instead of doing what stands for it, and how deep?
 
-    A request copies if, alone, it gains more by n-grams. Those that copy get the likeliest of their slots, as many as
-    pay together for what they cost beside the drafts of all others; every count is looked at, since costs rise in
-    stairs. If that is worth less than going on as it stood, all go on.
+    Two sets of requests are looked at: those of whom nothing stands or that, alone, gain more by n-grams; and all who
+    could copy, since what a draft pass costs besides its sequences is saved once nobody is left in it. Of either, the
+    likeliest slots are taken, as many as pay together beside the drafts of all others; every count is looked at, since
+    costs rise in stairs. What is worth the most is done: one of these, or all as it stood.
 
     Args:
         standing: what each would do by its draft model.
@@ -33,42 +34,61 @@ class NgramProblem:
         self.max_depth = max_depth
 
     def solve(self) -> list[Chosen]:
-        copying = self._copying()
+        matched = self._matched()
+        copying = self._copying(matched)
+        if not any([self.standing[index].depth for index in matched]):
+            return self._joined(copying)
+        asked = any([self.candidates[index].lowest for index in copying])
+        best, value = self.standing, -math.inf if asked else self._value(self.standing)
+        for some in [copying] + [matched] * (len(matched) > len(copying)):
+            chosen = self._joined(some)
+            if chosen is not self.standing and (worth := self._value(chosen)) > value:
+                best, value = chosen, worth
+        return best
+
+    def _matched(self) -> dict[int, Offer]:
+        """Offers by n-grams, by index. Bounds are for the draft model to keep, where there is one."""
+        matched = {}
+        for index, candidate in enumerate(self.candidates):
+            offer = offer_by(NGRAM, candidate)
+            if offer is not None and not (candidate.lowest and offer_by(DRAFT_MODEL, candidate)):
+                matched[index] = offer
+        return matched
+
+    def _copying(self, matched: dict[int, Offer]) -> dict[int, Offer]:
+        """Those of whom nothing stands, or that alone gain more by n-grams."""
+        copying = {}
+        alone: list[float] = []
+        for index, offer in matched.items():
+            candidate, depth = self.candidates[index], self.standing[index].depth
+            by_model = offer_by(DRAFT_MODEL, candidate)
+            if by_model is not None and depth:
+                if len(alone) <= (deepest := max(candidate.reach(self.max_depth), depth)):
+                    alone = self.prices.of_slots(self.prices.load.rows, deepest)
+                drafting = self.prices.of_drafting(candidate, by_model, depth)
+                gain = max(0.0, sum(by_model.survivals[:depth]) - alone[depth] - drafting)
+                if max(gains(offer.survivals[: candidate.reach(self.max_depth)], alone)) <= gain:
+                    continue
+            copying[index] = offer
+        return copying
+
+    def _joined(self, copying: dict[int, Offer]) -> list[Chosen]:
+        """The best if these copy; as it stood if that is not to draft at all."""
         if not copying:
             return self.standing
         slots = self._slots(copying)
         rows, budget = self._beside(copying)
         slots = slots[: max(0, budget)]
-        drafted = sum([self.standing[index].depth for index in copying])
-        costs = self.prices.of_slots(rows, max(len(slots), drafted))
-        worth = gains([survival for _, _, survival in slots], costs)
+        worth = gains([survival for _, _, survival in slots], self.prices.of_slots(rows, len(slots)))
         asked = len([rank for rank, _, _ in slots if rank < -1.0])
         count = worth.index(max(worth[asked:]), asked)
-        if not asked and worth[count] <= self._gain_as_it_stood(copying, costs[drafted]):
+        if not count:
             return self.standing
         depths = Counter([index for _, index, _ in slots[:count]])
         chosen = list(self.standing)
         for index in copying:
             chosen[index] = Chosen(NGRAM, depths[index]) if depths[index] else NOTHING
         return chosen
-
-    def _copying(self) -> dict[int, Offer]:
-        """Their offers by n-grams, by index. Bounds are for the draft model to keep, where there is one."""
-        alone: list[float] = []
-        copying = {}
-        for index, candidate in enumerate(self.candidates):
-            offer, by_model = offer_by(NGRAM, candidate), offer_by(DRAFT_MODEL, candidate)
-            if offer is None or (by_model is not None and candidate.lowest):
-                continue
-            alone = alone or self.prices.of_slots(self.prices.load.rows, self.max_depth)
-            depth = self.standing[index].depth
-            gain = -math.inf
-            if by_model is not None and depth:
-                gain = sum(by_model.survivals[:depth]) - alone[depth]
-                gain -= self.prices.of_drafting(candidate, by_model, depth)
-            if max(gains(offer.survivals[: candidate.reach(self.max_depth)], alone)) > gain:
-                copying[index] = offer
-        return copying
 
     def _beside(self, copying: dict[int, Offer]) -> tuple[int, int]:
         """Rows of all others, their drafts included, and rows that are left."""
@@ -91,12 +111,20 @@ class NgramProblem:
         slots.sort()
         return slots
 
-    def _gain_as_it_stood(self, copying: dict[int, Offer], price_of_slots: float) -> float:
-        """What the draft model would bring to those that copy, beyond what its drafts cost."""
-        gain = -price_of_slots
-        for index in copying:
-            candidate, depth = self.candidates[index], self.standing[index].depth
-            by_model = offer_by(DRAFT_MODEL, candidate)
-            if by_model is not None and depth:
-                gain += sum(by_model.survivals[:depth]) - self.prices.of_drafting(candidate, by_model, depth)
-        return gain
+    def _value(self, chosen: list[Chosen]) -> float:
+        """Tokens that drafts bring beyond what they cost, verified and drafted."""
+        value, slots = 0.0, 0
+        drafting: list[int] = []  # sequences by draft pass
+        for candidate, choice in zip(self.candidates, chosen):
+            if not choice.depth:
+                continue
+            offer = offer_by(choice.method, candidate)
+            assert offer is not None, "chosen of what was offered"
+            slots += choice.depth
+            value += sum(offer.survivals[: choice.depth])
+            if choice.method is DRAFT_MODEL:
+                value -= self.prices.of_reading(candidate, offer)
+                drafting += [0] * (choice.depth - len(drafting))
+                for number in range(choice.depth):
+                    drafting[number] += 1
+        return value - self.prices.of_rows(slots) - self.prices.of_passes(drafting)

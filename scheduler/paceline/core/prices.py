@@ -31,15 +31,25 @@ class Prices:
 
     def of_slots(self, rows: int, count: int) -> list[float]:
         """Of 0, 1, ... `count` slots beside so many rows."""
-        seconds = self.costs.targets(rows, count, self.load.context, self.load.sampling)
+        seconds = self.costs.targets(rows, count, self.load.context)
         prices: list[float] = (self.second * (seconds - seconds[0]) + self.slot_price * np.arange(count + 1)).tolist()
         return prices
+
+    def of_rows(self, count: int) -> float:
+        """Of so many slots, beside no others."""
+        rows, context = self.load.rows, self.load.context
+        seconds = self.costs.target(rows + count, context) - self.costs.target(rows, context)
+        return self.second * seconds + self.slot_price * count
 
     def of_drafting(self, candidate: DepthCandidate, offer: Offer, depth: int) -> float:
         """What the draft model adds for so many drafts of one request, what it has to read before included."""
         last = len(self.passes) - 1
         passes = sum([self.passes[min(number, last)] for number in range(depth)])
         return passes + self.of_reading(candidate, offer)
+
+    def of_passes(self, drafting: Sequence[int]) -> float:
+        """Of draft passes by so many sequences each, and no others."""
+        return self.second * self.costs.passes(drafting)
 
     def of_reading(self, candidate: DepthCandidate, offer: Offer) -> float:
         return self.second * reading_seconds(self.costs, candidate, offer)

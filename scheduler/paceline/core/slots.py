@@ -46,7 +46,7 @@ class SlotProblem:
     positions up to D stand in one order: first those that bounds ask for, then by what they bring. Survivals do not
     increase, so what is taken from its front is a prefix of each run. Every count is looked at: costs rise in stairs,
     so the first drop says nothing. If a pass costs a constant and a share for each of its sequences, the outcome is the
-    best there is.
+    best there is; where many rows must be read before drafts and the budget is short, a good one.
 
     Args:
         second: what a second is worth, in tokens.
@@ -68,8 +68,9 @@ class SlotProblem:
         self.second = second
         self.slot_price = slot_price
         runs = self.runs = _Runs(candidates, load.budget, costs, max_depth)
-        count = len(runs.owners)
-        self.targets = costs.targets(load.rows, int(runs.lengths.sum()), load.context, load.sampling)
+        self.more = max(1, len(runs.owners))  # slots, behind all of these, whose cost is looked at
+        self.targets = costs.targets(load.rows, int(runs.lengths.sum()) + self.more, load.context, load.sampling)
+        count = 1 + len(runs.owners)
         self.first_pass, self.later_pass = costs.first_passes(count), costs.draft_passes(count)
         self.pass_price = second * _mean_rise(self.later_pass[1:])  # of a slot, at the average
         self.max_passes = self._max_passes(passes)
@@ -116,22 +117,24 @@ class SlotProblem:
 
     def mean_price(self, best: BestSlots) -> float:
         """What the best slots cost in the mean, verified, in tokens."""
-        return self.slot_price + self.second * _mean_rise(self.targets[: int(best.depths.sum()) + 1])
+        return self.slot_price + self.second * _mean_rise(self.targets[: max(1, int(best.depths.sum())) + 1])
 
     def pass_prices(self, best: BestSlots) -> list[float]:
         """What one sequence adds to the cost of each draft pass, in tokens, if others go on as they are: all that the
         pass costs if it is alone in it, as it would be in the last of these.
         """
         depths = best.depths.tolist()
-        alone = self.second * float(self.later_pass[1]) if depths else 0.0
-        counts = [sum([depth > number for depth in depths]) for number in range(best.passes + 1)]
-        return [self.pass_price if count > 1 else alone for count in counts]
+        prices = []
+        for number in range(best.passes + 1):
+            table = self.later_pass if number else self.first_pass
+            alone = sum([depth > number for depth in depths]) <= 1
+            prices.append(self.second * (float(table[1]) if alone else _mean_rise(table[1:])))
+        return prices
 
     def next_price(self, best: BestSlots) -> float:
         """What one more slot costs behind the best, verified, in tokens."""
         slots = int(best.depths.sum())
-        following = self.targets[slots : slots + 1 + len(self.runs.owners)]
-        return self.slot_price + self.second * _mean_rise(following if len(following) > 1 else self.targets)
+        return self.slot_price + self.second * _mean_rise(self.targets[slots : slots + 1 + self.more])
 
     def _max_passes(self, passes: int) -> int:
         """No more are looked at than bounds ask for, or than can pay: all drafts of one bring more than it costs."""

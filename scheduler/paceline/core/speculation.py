@@ -64,7 +64,7 @@ class SpeculationControl:
         }
         self.tenants: OrderedDict[str, SpeculationCounts] = OrderedDict()
         self.totals = SpeculationCounts()
-        self.model_drafts = True  # in the last step that offered it a place
+        self.model_drafts = True  # in the last step that offered it a place, and in which nobody copied instead
 
     # -- before a step -------------------------------------------------------------------------------------------------
 
@@ -93,7 +93,8 @@ class SpeculationControl:
             slot_price=slot_price,
         )
         if any([DRAFT_MODEL in limits for limits in highest]):
-            self.model_drafts = any([choice.method is DRAFT_MODEL for choice in chosen])
+            methods = [choice.method for choice in chosen]
+            self.model_drafts = DRAFT_MODEL in methods or (NGRAM in methods and self.model_drafts)
         return chosen
 
     def _candidates(
@@ -125,7 +126,9 @@ class SpeculationControl:
                 ]
             )
             lowest = min(request.speculation.min_depth, most)
-            candidates.append(DepthCandidate(request.request_id, offers, lowest, most, request.steps_without_model))
+            drafts = any([work.num_drafts and work.method is DRAFT_MODEL for work in request.pending])
+            idle = 0 if drafts else request.steps_without_model
+            candidates.append(DepthCandidate(request.request_id, offers, lowest, most, idle))
         return candidates
 
     def _acceptance(self, request: Request, method: Method) -> AcceptanceModel:
