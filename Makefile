@@ -2,13 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# A file of tests at a time in each of a few processes: what they compute is small.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 INSTALLED := $(VENV)/.installed
 CLIENTS := tests/clients
 BUF := $(CLIENTS)/node_modules/.bin/buf
 # Empty where there is no npm. What needs it is skipped there, and says so.
 NPM_INSTALLED := $(if $(shell command -v npm),$(CLIENTS)/node_modules/.package-lock.json)
 
-.PHONY: setup demo test check format proto lint-proto release-proto test-clients train bench bench-core clean
+.PHONY: setup demo test test-interpreted check format proto lint-proto release-proto test-clients train bench bench-core clean
 
 setup: $(INSTALLED)  ## install, compile the scheduler, and compile the native code ahead of its first use
 	$(BIN)/python -m paceline.compiled
@@ -18,7 +20,10 @@ demo: $(INSTALLED)  ## serve the embedded pair, drive it over gRPC, print texts 
 	$(BIN)/python -m paceline.demo
 
 test: $(INSTALLED)  ## every test
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+test-interpreted: $(INSTALLED)  ## those of the scheduler, as it is without a C compiler
+	PACELINE_COMPILED=0 $(PYTEST) tests/core tests/sim tests/engine
 
 check: $(INSTALLED)  ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -12,6 +13,10 @@ import pytest
 import pytest_asyncio
 import uvloop
 from blockbuster import blockbuster_ctx
+
+# Tests in several processes share the cores: what they compute is small. Before torch is imported, which reads it once.
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 LEAK_SECONDS = 2.0  # a task that ends within this, unasked, was only late
 

@@ -439,7 +439,7 @@ def sim(
 
     for name, path in (("json", json_out), ("plot", plot)):
         if path is not None and not path.parent.is_dir():
-            raise InvalidArgument(name, str(path), "in a directory that there is")
+            raise InvalidArgument(name, path, "in a directory that there is")
     if plot is not None:
         report.require_plots(plot)
     wanted = SimulationFile() if file is None else read_simulation(file)

@@ -187,9 +187,9 @@ def read_file(path: Path, kind: type[AnyTable]) -> AnyTable:
     try:
         data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidArgument("file", str(path), f"a readable file ({error.strerror})") from error
+        raise InvalidArgument("file", path, f"a readable file ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidArgument("file", str(path), f"TOML in UTF-8 ({error})") from error
+        raise InvalidArgument("file", path, f"TOML in UTF-8 ({error})") from error
     contradictions = list(kind.contradictions(data))
     try:
         table = kind.model_validate(data)

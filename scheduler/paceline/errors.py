@@ -23,6 +23,7 @@ This module imports nothing of ours, so that every part, the pure core included,
 from __future__ import annotations
 
 from enum import StrEnum, auto
+from pathlib import PurePath
 
 
 class Reason(StrEnum):
@@ -89,7 +90,9 @@ class InvalidArgument(PacelineError):
 
 
 def brief(value: object) -> str:
-    """A value as errors show it, cut where it is long."""
+    """A value as errors show it, cut where it is long; a path is whole, since its end tells the most."""
+    if isinstance(value, PurePath):
+        return repr(str(value))
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."
 

@@ -94,7 +94,7 @@ def plot(calibrations: Calibrations, title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InvalidArgument("plot", str(path), "nothing unless paceline[plots] is installed") from error
+        raise InvalidArgument("plot", path, "nothing unless paceline[plots] is installed") from error
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     by_bin, by_position = figure.subplots(1, 2)
     by_bin.plot([0, 1], [0, 1], color="grey", linewidth=1)

@@ -55,7 +55,7 @@ def throughput(
     try:
         texts = load_prompts(prompts)
     except OSError as error:
-        raise InvalidArgument("prompts", str(prompts), f"a readable file ({error.strerror})") from error
+        raise InvalidArgument("prompts", prompts, f"a readable file ({error.strerror})") from error
     engine = build_engine(
         EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes), prefix_cache="off")
     )

@@ -224,7 +224,7 @@ def plot(cells: list[Cell], title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InvalidArgument("plot", str(path), "nothing unless paceline[plots] is installed") from error
+        raise InvalidArgument("plot", path, "nothing unless paceline[plots] is installed") from error
     names = list(cells[0].scores)
     sizes, acceptances, ratios = (
         list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("concurrency", "acceptance", "ratio")

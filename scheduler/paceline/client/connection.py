@@ -170,4 +170,4 @@ def _read(field: str, path: str | Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise InvalidArgument(field, str(path), f"a PEM file that can be read ({error.strerror})") from error
+        raise InvalidArgument(field, path, f"a PEM file that can be read ({error.strerror})") from error

@@ -90,7 +90,7 @@ def widen(
     )
     _validate(config, wide)
     if destination.exists() and destination.samefile(source):
-        raise InvalidArgument("destination", str(destination), "another directory than the source")
+        raise InvalidArgument("destination", destination, "another directory than the source")
     checkpoint = Checkpoint(source)
     destination.mkdir(parents=True, exist_ok=True)
     (destination / "config.json").unlink(missing_ok=True)

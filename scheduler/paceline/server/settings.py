@@ -64,7 +64,7 @@ class ServerSettings:
             one, other = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
             raise InvalidArgument(one, str(getattr(self, one)), f"set together with {other}")
         if self.client_ca is not None and self.tls_cert is None:
-            raise InvalidArgument("client_ca", str(self.client_ca), "set together with tls_cert and tls_key")
+            raise InvalidArgument("client_ca", self.client_ca, "set together with tls_cert and tls_key")
         if not 1 <= self.max_message_bytes < 1 << 31:
             raise InvalidArgument("max_message_bytes", self.max_message_bytes, "in 1..2^31-1")
         if not 0.01 <= self.keepalive < math.inf:

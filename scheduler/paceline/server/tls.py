@@ -81,18 +81,18 @@ class TlsFiles:
         certificate, key, client_ca = (self._paths.get(name) for name in ("tls_cert", "tls_key", "client_ca"))
         assert certificate is not None
         if b"ENCRYPTED" in data["tls_key"]:
-            raise InvalidArgument("tls_key", str(key), "a key without a password")
+            raise InvalidArgument("tls_key", key, "a key without a password")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(certificate, key)
         except (ssl.SSLError, ValueError) as error:
             allowed = f"a PEM certificate chain to which the key {str(key)!r} belongs ({_reason(error)})"
-            raise InvalidArgument("tls_cert", str(certificate), allowed) from error
+            raise InvalidArgument("tls_cert", certificate, allowed) from error
         if client_ca is not None:
             try:
                 context.load_verify_locations(client_ca)
             except (ssl.SSLError, ValueError) as error:
-                raise InvalidArgument("client_ca", str(client_ca), f"PEM certificates ({_reason(error)})") from error
+                raise InvalidArgument("client_ca", client_ca, f"PEM certificates ({_reason(error)})") from error
         return grpc.ssl_server_certificate_configuration([(data["tls_key"], data["tls_cert"])], data.get("client_ca"))
 
 
@@ -108,7 +108,7 @@ def _read(name: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidArgument(name, str(path), f"a readable file ({error.strerror})") from error
+        raise InvalidArgument(name, path, f"a readable file ({error.strerror})") from error
 
 
 def _reason(error: Exception) -> str:

@@ -138,9 +138,9 @@ class Population:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except OSError as error:
-            raise InvalidArgument("arrivals.file", str(path), f"a readable file ({error.strerror})") from error
+            raise InvalidArgument("arrivals.file", path, f"a readable file ({error.strerror})") from error
         except UnicodeDecodeError as error:
-            raise InvalidArgument("arrivals.file", str(path), f"text in UTF-8 ({error})") from error
+            raise InvalidArgument("arrivals.file", path, f"text in UTF-8 ({error})") from error
         requests, mistakes = [], []
         for number, line in enumerate(lines[: self.file.requests], 1):
             try:

@@ -59,7 +59,7 @@ def render(study: Study, title: str) -> None:
 def require_plots(path: Path) -> None:
     """Raises InvalidArgument without matplotlib."""
     if find_spec("matplotlib") is None:
-        raise InvalidArgument("plot", str(path), "left out, unless paceline[plots] is installed")
+        raise InvalidArgument("plot", path, "left out, unless paceline[plots] is installed")
 
 
 def plot(study: Study, title: str, path: Path) -> None:

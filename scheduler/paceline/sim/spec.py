@@ -118,9 +118,9 @@ class Machine(Table):
             data: Any = json.loads(self.file.read_text(encoding="utf-8"))
             return CostModel.from_dict(data["costs"] if isinstance(data, dict) and "costs" in data else data)
         except OSError as error:
-            raise InvalidArgument("machine.file", str(self.file), f"a readable file ({error.strerror})") from error
+            raise InvalidArgument("machine.file", self.file, f"a readable file ({error.strerror})") from error
         except ValueError as error:
-            raise InvalidArgument("machine.file", str(self.file), f"a cost model ({error})") from error
+            raise InvalidArgument("machine.file", self.file, f"a cost model ({error})") from error
 
 
 class EngineTable(Table):
