@@ -172,7 +172,9 @@ async def test_what_is_closed_says_so(client: Client, server: FakeServer) -> Non
 async def test_an_interrupt_cancels_the_rpc(server: FakeServer) -> None:
     """As Ctrl-C in a terminal: the main thread waits for a delta that does not come."""
     code = f"""
+import signal
 from paceline.client import Client
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
 try:
     with Client({server.address!r}) as client:
         for delta in client.generate("hang"):

@@ -16,7 +16,8 @@ struct alignas(64) TileShapes {
 };
 
 #if EMULATED_TILES
-// The instructions below in plain C++, slowly: what uses tiles is tested on machines that have none.
+// The instructions below in plain C++, slowly: what uses tiles is tested on machines that have none. Sums are those of
+// the hardware to the bit, but for what is subnormal, which is zero there.
 #define TILES
 inline bool has_tiles() { return true; }
 
@@ -55,39 +56,51 @@ inline void store_tile(void* rows, int64_t stride) {
     }
 }
 
-// Sums of SUM's rows: each 4 bytes of a row of LEFT with the row of RIGHT that meets them, by product(left, right, sum).
-template <int SUM, int LEFT, int RIGHT, class Sum, class Product>
-inline void multiply_emulated(const Product& product) {
+// Adds to every element of SUM: first the products of each 4 bytes of a row of LEFT with those of RIGHT that meet them,
+// one after the other, by add(left, right, part) to a part that begins as zeros; then that.
+template <int SUM, int LEFT, int RIGHT, class Sum, class Part, class Add>
+inline void multiply_emulated(const Add& add) {
     for (int row = 0; row < emulated.shapes.rows[SUM]; ++row) {
         Sum sums[16];
-        std::memcpy(sums, emulated.bytes[SUM][row], sizeof sums);
+        Part parts[16] = {};
         for (int k = 0; k < emulated.shapes.row_bytes[LEFT] / 4; ++k) {
             for (int column = 0; column < 16; ++column) {
-                sums[column] = product(emulated.bytes[LEFT][row] + 4 * k, emulated.bytes[RIGHT][k] + 4 * column, sums[column]);
+                add(emulated.bytes[LEFT][row] + 4 * k, emulated.bytes[RIGHT][k] + 4 * column, parts[column]);
             }
         }
+        std::memcpy(sums, emulated.bytes[SUM][row], sizeof sums);
+        for (int column = 0; column < 16; ++column) sums[column] += parts[column].total();
         std::memcpy(emulated.bytes[SUM][row], sums, sizeof sums);
     }
 }
 
+struct HalvesPart {
+    float first, second;  // of pairs
+    float total() const { return first + second; }
+};
+struct BytesPart {
+    int32_t sum;
+    int32_t total() const { return sum; }
+};
+
 template <int SUM, int LEFT, int RIGHT>
 inline void multiply_bfloat16_tiles() {
-    multiply_emulated<SUM, LEFT, RIGHT, float>([](const char* left, const char* right, float sum) {
+    multiply_emulated<SUM, LEFT, RIGHT, float, HalvesPart>([](const char* left, const char* right, HalvesPart& part) {
         uint32_t a, b;
         std::memcpy(&a, left, sizeof a);
         std::memcpy(&b, right, sizeof b);
         const uint32_t factors[] = {a << 16, b << 16, a & 0xffff0000u, b & 0xffff0000u};
         float floats[4];
         std::memcpy(floats, factors, sizeof floats);
-        return sum + floats[0] * floats[1] + floats[2] * floats[3];
+        part.first += floats[0] * floats[1];
+        part.second += floats[2] * floats[3];
     });
 }
 
 template <int SUM, int LEFT, int RIGHT>
 inline void multiply_int8_tiles() {
-    multiply_emulated<SUM, LEFT, RIGHT, int32_t>([](const char* left, const char* right, int32_t sum) {
-        for (int i = 0; i < 4; ++i) sum += (int8_t)left[i] * (uint8_t)right[i];
-        return sum;
+    multiply_emulated<SUM, LEFT, RIGHT, int32_t, BytesPart>([](const char* left, const char* right, BytesPart& part) {
+        for (int i = 0; i < 4; ++i) part.sum += (int8_t)left[i] * (uint8_t)right[i];
     });
 }
 #elif defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
