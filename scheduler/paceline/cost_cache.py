@@ -22,7 +22,7 @@ from paceline_kernels.cpu.build import cache_folder
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of the file and of what is measured
+FORMAT = 2  # of the file and of what is measured
 
 
 def key_of(

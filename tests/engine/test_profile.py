@@ -198,6 +198,18 @@ def test_time_is_kept_and_what_is_not_measured_is_extrapolated(slowness: float) 
         assert runner.most_rows < 1024
 
 
+def test_stairs_behind_blocks_of_16_rows_are_found_where_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a matrix unit: before counts between them, for which it is too short."""
+    stairs = {17: 0.0034, 33: 0.0057, 49: 0.0076}
+    monkeypatch.setitem(
+        globals(), "target", lambda rows: 0.034 + 6e-5 * rows + sum(s for row, s in stairs.items() if rows >= row)
+    )
+    clock = VirtualClock()
+    costs = profile(FormulaRunner(clock), CONFIG, draft=True, seconds=14.0, clock=clock)
+    for row, stair in stairs.items():
+        assert costs.target(row, 0) - costs.target(row - 1, 0) == pytest.approx(stair, rel=0.2)
+
+
 def test_without_a_draft_model() -> None:
     clock = VirtualClock()
     costs = profile(FormulaRunner(clock), CONFIG, draft=False, seconds=60.0, clock=clock)

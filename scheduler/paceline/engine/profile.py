@@ -130,10 +130,11 @@ def _shapes(config: SchedulerConfig, draft: bool) -> Iterator[tuple[_Shape, bool
     # Where only prompts reach, rows cost alike, and steps are long: the longest says enough.
     *buckets, largest = buckets_up_to(config.max_num_batched_tokens, ROW_BUCKETS)
     buckets = [count for count in buckets if count <= MOST_DRAFTED_ROWS]
-    # Powers of two first, by the 0 before them: decodes have the same, and the two tell rows from sequences.
+    # Powers of two first, by the 0 before them: decodes have the same, and the two tell rows from sequences. Then what
+    # comes behind a block of 16, where the highest stairs may be; the last of the others may not fit in.
     coarse = [count for count in buckets if _odd_part(count) <= 3]
     rows = [count for count in _coarse_first([0, *coarse, largest]) if count > 1]
-    rows += [count for count in buckets if _odd_part(count) > 3]
+    rows += sorted([count for count in buckets if _odd_part(count) > 3], key=lambda count: (count % 16 != 1, count))
     short = _short(config)
     long = min(LONG, config.max_model_len - 1)
     kinds: list[list[_Shape]] = [
