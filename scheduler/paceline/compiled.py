@@ -40,6 +40,7 @@ MODULES: Final = (
     "core/prefixes.py",
     "core/queue.py",
     "core/request.py",
+    "core/review.py",
     "core/scheduler.py",
     "core/service_rate.py",
     "core/speculation.py",

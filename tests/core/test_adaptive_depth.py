@@ -26,6 +26,8 @@ from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, Outcome,
 from paceline.core.depth_choices import choose_depths
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.method import Method
+from paceline.core.prices import Prices
+from paceline.core.review import Review
 
 MODEL, NGRAM = Method.DRAFT_MODEL, Method.NGRAM
 relaxed = settings(deadline=None, derandomize=True, database=None, max_examples=150)
@@ -646,6 +648,48 @@ def test_nobody_gets_deeper_than_the_highest_depth_between_decisions() -> None:
     drafted(policy, (0, 8, 8))
     assert choose(policy, one) == [8]
     assert choose(policy, changed(one, offers=(one.offers[0], Offer(NGRAM, sure)))) == [8]
+
+
+def test_what_one_gives_up_on_a_stair_is_there_for_another() -> None:
+    policy = adaptive(Costs(lambda rows: 1.0 if rows <= 8 else 5.0, lambda count: 0.01))
+    one, other = candidate(0.8, 0), candidate(0.8, 1)
+    assert choose(policy, one, other) == [3, 3]
+    drafted(policy, (0, 3, 0), (1, 3, 3), count=2)
+    assert choose(policy, candidate(0.1, 0), other) == [1, 5]
+    assert policy.standing(load_of([one, other])) is not None, "by a review, not by a decision"
+
+
+def test_a_review_is_the_best_there_is_at_its_prices() -> None:
+    """Against every choice within bounds and budget that keeps up-to-date draft models going."""
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        stairs = 1.0 + np.cumsum(generator.uniform(0.0, 0.6, 30) * (generator.uniform(size=30) < 0.4))
+        costs = Costs(stairs.__getitem__)
+        passes = np.sort(generator.uniform(0.0, 0.5, 3)).tolist()
+        candidates = [
+            DepthCandidate(i, (Offer(MODEL, random_run(generator)),), 0, 3, int(generator.integers(2)))
+            for i in range(generator.integers(1, 5))
+        ]
+        offers = [one.offers[0] for one in candidates]
+        load = load_of(candidates)
+        budget = int(generator.integers(4, 12))
+        prices = Prices(costs, load, generator.uniform(0.3, 2.0), 0.0, passes)  # type: ignore[arg-type]
+
+        def value(depths: Sequence[int]) -> float:
+            gained = sum(
+                sum(offer.survivals[:depth]) - sum(passes[:depth])  # noqa: B023
+                for offer, depth in zip(offers, depths, strict=True)  # noqa: B023
+            )
+            return gained - prices.of_rows(sum(depths))  # noqa: B023
+
+        chosen = [one.depth for one in Review(candidates, offers, prices, load.rows, budget, 3).solve()]
+        ranges = [
+            range(int(not one.steps_without_model), len(offer.survivals) + 1)
+            for one, offer in zip(candidates, offers, strict=True)
+        ]
+        possible = [depths for depths in itertools.product(*ranges) if sum(depths) <= budget]
+        assert tuple(chosen) in possible
+        assert value(chosen) == pytest.approx(max(map(value, possible)), abs=1e-9)
 
 
 def test_bounds_that_leave_no_choice_are_not_reviewed() -> None:

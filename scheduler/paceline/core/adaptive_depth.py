@@ -29,6 +29,7 @@ from paceline.core.depth import (
 from paceline.core.method import DRAFT_MODEL
 from paceline.core.ngram_slots import NgramProblem
 from paceline.core.prices import Prices
+from paceline.core.review import Review
 from paceline.core.slots import BestSlots, SlotProblem
 
 MAX_DEPTH: Final = 8  # of any request, unless the operator fixes a higher depth for all
@@ -63,8 +64,8 @@ class AdaptiveDepth:
     for each token to come, whatever the depth, and makes no other second cheaper.
 
     A `DepthPolicy`. What the draft model does is decided as if there were no n-grams, and stands for `DWELL` steps
-    unless the load changes; who drafted is reviewed in between. N-grams are looked at in every step: what they have to
-    propose, and how good that is, nobody knows before.
+    unless the load changes; who drafted is reviewed after every step. N-grams are looked at in every step: what they
+    have to propose, and how good that is, nobody knows before.
     The number of passes changes once what was missed by keeping it adds up to `HYSTERESIS`. Requests whose draft model
     is idle and that do not copy when a decision is due, and one position more than anyone drafts, are probed now and
     then, for at most `PROBE_SHARE` of the time. That also pays for what requests lose that go on, not quite worth a
@@ -87,11 +88,10 @@ class AdaptiveDepth:
         self._depth = 0  # the deepest by the draft model, as of the last decision
         self._missed = math.inf  # by keeping them, relative to what a step is worth; there is nothing to keep yet
         self._next_price = 0.0  # tokens, of one slot more than the last decision took, verified
-        self._mean_price = 0.0  # and of those that it took
         self._pass_price = 0.0  # of a draft pass for one of many
         self._pass_prices: list[float] = []  # for each of its passes and one more: what one sequence adds
         self._chosen: dict[int, Chosen] = {}  # by request, since the last decision, by the draft model
-        self._reviewed: dict[int, Chosen] = {}  # what was chosen for those that have drafted since
+        self._reviewed: set[int] = set()  # requests that have drafted since, for which nothing stands
         self._bound: set[int] = set()  # requests whose bounds leave no choice
         self._probe_seconds = 0.0  # saved, not yet spent
         self._deeper_at = 0
@@ -104,41 +104,45 @@ class AdaptiveDepth:
         return None if self._is_due(load, slot_price) else self._chosen
 
     def join(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
-        """By the draft model what the last decision's prices allow, within its number of passes."""
+        """By the draft model what stands, what still pays or what the last decision's prices allow."""
         prices = self._prices(load, slot_price)
-        chosen = [self._by_model(candidate, prices) for candidate in candidates]
-        return NgramProblem(candidates, chosen, prices, self.max_depth).solve()
+        by_model = [self._by_model(candidate, prices) for candidate in candidates]
+        self._review(candidates, by_model, prices)
+        return NgramProblem(candidates, by_model, prices, self.max_depth).solve()
 
     def _by_model(self, candidate: DepthCandidate, prices: Prices) -> Chosen:
-        """What stands; for one that has drafted since, what still pays: a slot that was chosen at what it costs in the
-        mean, one behind it at what the next would cost, and its part of a pass. Without a last draft it would fall
-        behind, if it is not already, which is for the next decision. For a new one, the best at the prices of the last
-        decision, if that pays for what its draft model has to read.
+        """What stands. For a new one, the best at the prices of the last decision and within its number of passes, if
+        that pays for what its draft model has to read.
         """
         request_id, offer = candidate.request_id, offer_by(DRAFT_MODEL, candidate)
         choice = self._chosen.get(request_id)
-        if choice is not None or offer is None:
+        if choice is not None or offer is None or request_id in self._reviewed:
             return choice or NOTHING
-        before = self._reviewed.pop(request_id, None)
-        if before is not None:
-            depth = max(self._worth(offer, before.depth), int(not candidate.steps_without_model))
-        else:
-            price, most = self._next_price + self._pass_price, min(self._num_passes, candidate.reach(self.max_depth))
-            depth = sum([survival > price for survival in offer.survivals[:most]])
-            if sum(offer.survivals[:depth]) - depth * price <= prices.of_reading(candidate, offer):
-                depth = 0
+        price, most = self._next_price + self._pass_price, min(self._num_passes, candidate.reach(self.max_depth))
+        depth = sum([survival > price for survival in offer.survivals[:most]])
+        if sum(offer.survivals[:depth]) - depth * price <= prices.of_reading(candidate, offer):
+            depth = 0
         choice = self._chosen[request_id] = within_bounds(candidate, offer, depth)
         return choice
 
-    def _worth(self, offer: Offer, before: int) -> int:
-        """Drafts of the model that earn what they cost."""
-        passes, depth = self._pass_prices, 0
-        for survival in offer.survivals[: self.max_depth]:
-            price = self._mean_price if depth < before else self._next_price
-            if survival <= price + passes[min(depth, len(passes) - 1)]:
-                break
-            depth += 1
-        return depth
+    def _review(self, candidates: Sequence[DepthCandidate], by_model: list[Chosen], prices: Prices) -> None:
+        """Choose anew for those that have drafted since."""
+        indices, reviewed, offers = [], [], []
+        for index, candidate in enumerate(candidates):
+            offer = offer_by(DRAFT_MODEL, candidate)
+            if candidate.request_id in self._reviewed and offer is not None:
+                self._reviewed.discard(candidate.request_id)
+                indices.append(index)
+                reviewed.append(candidate)
+                offers.append(offer)
+        if not indices:
+            return
+        standing = sum([choice.depth for choice in by_model])
+        behind = sum([offer.catch_up for offer in offers])
+        rows, budget = prices.load.rows + standing, prices.load.budget - standing - behind
+        chosen = Review(reviewed, offers, prices, rows, budget, self.max_depth).solve()
+        for index, candidate, choice in zip(indices, reviewed, chosen):
+            by_model[index] = self._chosen[candidate.request_id] = choice
 
     def _prices(self, load: StepLoad, slot_price: float) -> Prices:
         return Prices(self.costs, load, self._price_of_time(load), slot_price, self._pass_prices)
@@ -193,13 +197,14 @@ class AdaptiveDepth:
         for request_id, _, _ in outcome.drafts:
             chosen = self._chosen.get(request_id)
             if chosen is not None and chosen.depth and request_id not in self._bound:
-                self._reviewed[request_id] = self._chosen.pop(request_id)
+                del self._chosen[request_id]
+                self._reviewed.add(request_id)
         self._earned += (1 - EARNINGS_DECAY) * (outcome.emitted / decodes - self._earned)
         self._spent += (1 - EARNINGS_DECAY) * (seconds / max(plain, SHORTEST) - self._spent)
 
     def forget(self, request_id: int) -> None:
         self._chosen.pop(request_id, None)
-        self._reviewed.pop(request_id, None)
+        self._reviewed.discard(request_id)
         self._bound.discard(request_id)
         self._probe_intervals.pop(request_id, None)
 
@@ -254,10 +259,10 @@ class AdaptiveDepth:
         best = self._change_passes(problem.solve(), problem.second)
         chosen = problem.chosen(best, len(candidates))
         self._depth = max([choice.depth for choice in chosen])
-        self._next_price, self._mean_price = problem.next_price(best), problem.mean_price(best)
+        self._next_price = problem.next_price(best)
         self._pass_price, self._pass_prices = problem.pass_price, problem.pass_prices(best)
         self._decided_at, self._decided_for = self._num_steps, (load, slot_price)
-        self._chosen, self._reviewed, self._bound = {}, {}, set()
+        self._chosen, self._reviewed, self._bound = {}, set(), set()
         for candidate, choice in zip(candidates, chosen):
             self._chosen[candidate.request_id] = choice
             if candidate.lowest >= candidate.highest:

@@ -115,10 +115,6 @@ class SlotProblem:
             chosen[self.runs.owners[run]] = Chosen(DRAFT_MODEL, int(best.depths[run]))
         return chosen
 
-    def mean_price(self, best: BestSlots) -> float:
-        """What the best slots cost in the mean, verified, in tokens."""
-        return self.slot_price + self.second * _mean_rise(self.targets[: max(1, int(best.depths.sum())) + 1])
-
     def pass_prices(self, best: BestSlots) -> list[float]:
         """What one sequence adds to the cost of each draft pass, in tokens, if others go on as they are: all that the
         pass costs if it is alone in it, as it would be in the last of these.
