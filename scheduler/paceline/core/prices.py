@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import DepthCandidate, Offer, StepLoad
 from paceline.core.slots import reading_seconds
@@ -31,9 +29,9 @@ class Prices:
 
     def of_slots(self, rows: int, count: int) -> list[float]:
         """Of 0, 1, ... `count` slots beside so many rows."""
-        seconds = self.costs.targets(rows, count, self.load.context)
-        prices: list[float] = (self.second * (seconds - seconds[0]) + self.slot_price * np.arange(count + 1)).tolist()
-        return prices
+        seconds: list[float] = self.costs.targets(rows, count, self.load.context).tolist()
+        first = seconds[0]
+        return [self.second * (s - first) + self.slot_price * index for index, s in enumerate(seconds)]
 
     def of_rows(self, count: int) -> float:
         """Of so many slots, beside no others."""
