@@ -45,6 +45,7 @@ MODULES: Final = (
     "core/service_rate.py",
     "core/speculation.py",
     "core/speculation_counts.py",
+    "core/slot_order.py",
     "core/slots.py",
     "core/slowdown.py",
     "core/step_bill.py",

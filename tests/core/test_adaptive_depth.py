@@ -27,7 +27,7 @@ from paceline.core.depth_choices import choose_depths
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.method import Method
 from paceline.core.prices import Prices
-from paceline.core.review import Review
+from paceline.core.review import review
 
 MODEL, NGRAM = Method.DRAFT_MODEL, Method.NGRAM
 relaxed = settings(deadline=None, derandomize=True, database=None, max_examples=150)
@@ -682,7 +682,7 @@ def test_a_review_is_the_best_there_is_at_its_prices() -> None:
             )
             return gained - prices.of_rows(sum(depths))  # noqa: B023
 
-        chosen = [one.depth for one in Review(candidates, offers, prices, load.rows, budget, 3).solve()]
+        chosen = [one.depth for one in review(candidates, offers, prices, load.rows, budget, 3)]
         ranges = [
             range(int(not one.steps_without_model), len(offer.survivals) + 1)
             for one, offer in zip(candidates, offers, strict=True)

@@ -333,10 +333,10 @@ def test_without_a_match_the_draft_model_drafts() -> None:
     methods: dict[bool, list[Method]] = {True: [], False: []}
     idle = []
     while bench.scheduler.requests:
-        has_match = request.match > 0
+        has_match, has_room = request.match > 0, request.num_tokens + 1 < request.max_total_tokens
         [work] = bench.plan().work
         bench.land()
-        if work.num_drafts:
+        if has_room:  # for a draft
             methods[has_match].append(work.method)
         idle.append((work.method, request.steps_without_model))
     late = {has_match: used[len(used) // 2 :] for has_match, used in methods.items()}

@@ -29,7 +29,7 @@ from paceline.core.depth import (
 from paceline.core.method import DRAFT_MODEL
 from paceline.core.ngram_slots import NgramProblem
 from paceline.core.prices import Prices
-from paceline.core.review import Review
+from paceline.core.review import review
 from paceline.core.slots import BestSlots, SlotProblem
 
 MAX_DEPTH: Final = 8  # of any request, unless the operator fixes a higher depth for all
@@ -140,7 +140,7 @@ class AdaptiveDepth:
         standing = sum([choice.depth for choice in by_model])
         behind = sum([offer.catch_up for offer in offers])
         rows, budget = prices.load.rows + standing, prices.load.budget - standing - behind
-        chosen = Review(reviewed, offers, prices, rows, budget, self.max_depth).solve()
+        chosen = review(reviewed, offers, prices, rows, budget, self.max_depth)
         for index, candidate, choice in zip(indices, reviewed, chosen):
             by_model[index] = self._chosen[candidate.request_id] = choice
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, offer_by
 from paceline.core.method import DRAFT_MODEL, NGRAM
-from paceline.core.prices import Prices, gains
-from paceline.core.slots import ASKED
+from paceline.core.prices import Prices
+from paceline.core.slot_order import Run, best_depths, net
 
 
 class NgramProblem:
@@ -67,24 +66,21 @@ class NgramProblem:
                     alone = self.prices.of_slots(self.prices.load.rows, deepest)
                 drafting = self.prices.of_drafting(candidate, by_model, depth)
                 gain = max(0.0, sum(by_model.survivals[:depth]) - alone[depth] - drafting)
-                if max(gains(offer.survivals[: candidate.reach(self.max_depth)], alone)) <= gain:
+                if max(net(offer.survivals[: candidate.reach(self.max_depth)], alone)) <= gain:
                     continue
             copying[index] = offer
         return copying
 
     def _joined(self, copying: dict[int, Offer]) -> list[Chosen]:
         """The best if these copy; as it stood if that is not to draft at all."""
-        if not copying:
-            return self.standing
-        slots = self._slots(copying)
+        runs = []
+        for index, offer in copying.items():
+            candidate = self.candidates[index]
+            runs.append(Run(index, candidate.lowest, offer.survivals[: candidate.reach(self.max_depth)]))
         rows, budget = self._beside(copying)
-        slots = slots[: max(0, budget)]
-        worth = gains([survival for _, _, survival in slots], self.prices.of_slots(rows, len(slots)))
-        asked = len([rank for rank, _, _ in slots if rank < -1.0])
-        count = worth.index(max(worth[asked:]), asked)
-        if not count:
+        depths = best_depths(runs, budget, lambda count: self.prices.of_slots(rows, count))
+        if not depths:
             return self.standing
-        depths = Counter([index for _, index, _ in slots[:count]])
         chosen = list(self.standing)
         for index in copying:
             chosen[index] = Chosen(NGRAM, depths[index]) if depths[index] else NOTHING
@@ -99,17 +95,6 @@ class NgramProblem:
                 rows += choice.depth
                 budget -= choice.depth + (by_model.catch_up if by_model else 0)
         return rows, budget
-
-    def _slots(self, copying: dict[int, Offer]) -> list[tuple[float, int, float]]:
-        """Rank, index and survival of each, in the order in which they are taken: a prefix of each offer."""
-        slots = []
-        for index, offer in copying.items():
-            candidate = self.candidates[index]
-            for position, survival in enumerate(offer.survivals[: candidate.reach(self.max_depth)]):
-                rank = position - ASKED if position < candidate.lowest else -survival
-                slots.append((rank, index, survival))
-        slots.sort()
-        return slots
 
     def _value(self, chosen: list[Chosen]) -> float:
         """Tokens that drafts bring beyond what they cost, verified and drafted."""

@@ -51,12 +51,3 @@ class Prices:
 
     def of_reading(self, candidate: DepthCandidate, offer: Offer) -> float:
         return self.second * reading_seconds(self.costs, candidate, offer)
-
-
-def gains(survivals: Sequence[float], prices: Sequence[float]) -> list[float]:
-    """What the first 0, 1, ... of these slots bring beyond their prices, in tokens."""
-    sums, tokens = [0.0], 0.0
-    for index, survival in enumerate(survivals):
-        tokens += survival
-        sums.append(tokens - prices[index + 1])
-    return sums

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, StepLoad, offer_by
 from paceline.core.method import DRAFT_MODEL
+from paceline.core.slot_order import ASKED
 
 Array = NDArray[np.float64]
 
 CATCH_UP_HORIZON: Final = 64  # steps over which a request that drafts again pays for what its draft model missed
-ASKED: Final = 1e6  # rank of a slot that bounds ask for: before all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +120,10 @@ class SlotProblem:
         pass costs if it is alone in it, as it would be in the last of these.
         """
         depths = best.depths.tolist()
-        prices = []
-        for number in range(best.passes + 1):
-            table = self.later_pass if number else self.first_pass
-            alone = sum([depth > number for depth in depths]) <= 1
-            prices.append(self.second * (float(table[1]) if alone else _mean_rise(table[1:])))
-        return prices
+        alone = [self.second * float(table[1]) for table in (self.first_pass, self.later_pass)]
+        shared = [self.second * _mean_rise(self.first_pass[1:]), self.pass_price]
+        counts = [sum([depth > number for depth in depths]) for number in range(best.passes + 1)]
+        return [(shared if count > 1 else alone)[min(number, 1)] for number, count in enumerate(counts)]
 
     def next_price(self, best: BestSlots) -> float:
         """What one more slot costs behind the best, verified, in tokens."""

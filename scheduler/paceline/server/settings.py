@@ -62,7 +62,7 @@ class ServerSettings:
             raise InvalidArgument("grace", self.grace, "seconds >= 0")
         if (self.tls_cert is None) != (self.tls_key is None):
             one, other = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
-            raise InvalidArgument(one, str(getattr(self, one)), f"set together with {other}")
+            raise InvalidArgument(one, getattr(self, one), f"set together with {other}")
         if self.client_ca is not None and self.tls_cert is None:
             raise InvalidArgument("client_ca", self.client_ca, "set together with tls_cert and tls_key")
         if not 1 <= self.max_message_bytes < 1 << 31:
