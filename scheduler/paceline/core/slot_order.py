@@ -27,8 +27,8 @@ class Run:
 
 
 def best_depths(runs: Sequence[Run], budget: int, prices: Callable[[int], list[float]]) -> Counter[int]:
-    """How many slots of each are taken, a prefix of each, by index: of `budget` at most, those that are asked for and as
-    many of the best behind them as gain the most.
+    """How many slots of each run are taken, from its front, by index: those that are asked for, and as many of the best
+    behind them as gain the most, of `budget` at most.
 
     Every count is looked at, since the first drop says nothing where prices rise in stairs.
 
