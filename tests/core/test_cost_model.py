@@ -197,6 +197,30 @@ def test_what_a_row_costs_is_learned_while_memory_changes() -> None:
     assert costs.target(64, 0) - costs.target(5, 0) == pytest.approx(59 * 0.0003, rel=0.25), "nobody has seen those"
 
 
+def test_a_stair_that_is_higher_than_measured_leaves_what_is_flat_before_it() -> None:
+    """Or else who was once across it would never again take the rows below that cost nothing."""
+
+    def stairs(height: float) -> CostModel:
+        return CostModel.from_functions(lambda rows: 0.024 + height * (rows > 16) + height * (rows > 32))
+
+    costs, truth = stairs(0.0036), stairs(0.0050)
+    choose = random.Random(0)
+    for _ in range(400):
+        rows = choose.choice([18, 24, 28, 36, 40])
+        costs.observe(StepShape(rows, 0), 0.0, truth.target(rows, 0) * choose.lognormvariate(0.0, 0.02))
+    assert costs.target(33, 0) - costs.target(32, 0) == pytest.approx(0.0050, rel=0.15)
+    assert costs.target(32, 0) - costs.target(24, 0) < 0.0003
+    assert costs.target(40, 0) - costs.target(33, 0) < 0.0003
+
+
+def test_rows_that_cost_nothing_learn_what_they_cost() -> None:
+    costs = CostModel.from_functions(lambda rows: 0.024)
+    for _ in range(1000):
+        for rows in (18, 28):
+            costs.observe(StepShape(rows, 0), 0.0, 0.024 + 0.0002 * (rows - 18))
+    assert costs.target(28, 0) - costs.target(18, 0) == pytest.approx(0.002, rel=0.1)
+
+
 def test_context_answers_for_its_share() -> None:
     costs = CostModel([1, 64], [0.001, 0.001], per_context=1e-6)
     for _ in range(2000):

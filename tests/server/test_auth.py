@@ -374,6 +374,7 @@ def test_settings_that_are_refused_before_a_model_is_loaded(
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(wiring, "build_engine", load)
+    monkeypatch.setattr("paceline.server.logs.configure", lambda log_format: None)
     monkeypatch.setattr(sys, "argv", ["paceline", "serve", "--port", "0", *options])
     with pytest.raises(SystemExit) as caught:
         main()

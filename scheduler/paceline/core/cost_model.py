@@ -34,6 +34,7 @@ LONGEST = 1e6  # seconds; nothing that is longer was measured
 
 GAIN = 0.05  # of a correction, per observed step
 RISE_GAIN = 0.05  # of what two steps differ by beyond what their rows explain
+FLAT_SHARE = 0.1  # of what a step cost per row: a row learns as if it had cost this more than it did
 LARGEST_RISE_ERROR = 0.1  # of a step, that this difference may teach: the machine changes between steps, too
 LARGEST_RATIO = 2.0  # of observed to predicted seconds, up and down, that one step may teach
 OUTLIER_RATIO = 3.0  # a step that took so much longer was disturbed: compilation, garbage collection
@@ -243,12 +244,20 @@ class CostModel:
         self._last_error = shape.rows, error
 
     def _correct_rises(self, before: tuple[int, float], now: tuple[int, float], predicted: float) -> None:
-        """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both."""
+        """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both.
+
+        A rise learns in proportion to what it is (proportionate normalized least mean squares; Duttweiler, 2000): rows
+        that have cost nothing do not answer for a stair behind them that was measured too low.
+        """
         (fewer, error_of_fewer), (more, error_of_more) = sorted((before, now))
         error = min(max(error_of_more - error_of_fewer, -LARGEST_RISE_ERROR), LARGEST_RISE_ERROR) * predicted
-        between = np.minimum(self._rows[1:], more) - np.maximum(self._rows[:-1], fewer)
-        between = np.maximum(between, 0) / (more - fewer)
-        self._rises = np.maximum(self._rises + RISE_GAIN * error * between, 0.0)
+        # Of the rises between the buckets, how much lies between the two steps; the last one goes on behind its bucket.
+        ends = np.append(self._rows[1:-1], max(more, self._rows[-1]))
+        widths = np.diff(self._rows)
+        between = np.maximum(np.minimum(ends, more) - np.maximum(self._rows[:-1], fewer), 0) / widths
+        gains = (self._rises + FLAT_SHARE * predicted / more * widths) * between
+        if total := float(gains.sum()):
+            self._rises = np.maximum(self._rises + RISE_GAIN * error / total * gains, 0.0)
 
     def _correct_draft(self, shape: StepShape, observed: float) -> None:
         error = self._draft_outliers.error(observed, self._drafting(shape))
