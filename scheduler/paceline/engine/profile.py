@@ -19,7 +19,9 @@ from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SequenceParams, Verification
 from paceline.core.plan import Admission, SequenceWork, StepPlan, StepResult, StepRunner
 
-MIN_ROUNDS, MAX_ROUNDS = 3, 15  # in which each shape is measured once
+MIN_ROUNDS, MAX_ROUNDS = 3, 15  # the first measures each shape twice, the others once, or short ones alone
+LONGEST_STEP = 0.06  # of the time for all; what would take longer is extrapolated
+SHORT_STEPS = 2.0  # times the shortest: in those, drafts are a large share, and every per cent counts
 MOST_DRAFTED_ROWS = 512  # that steps with drafts have, up to which every bucket is measured
 SHORT, MEDIUM, LONG = 16, 128, 512  # tokens of context per sequence
 USUAL_DEPTH = 3  # of the sequences that rows are spread over
@@ -55,9 +57,8 @@ def profile(
     # In rounds: while something else disturbs the machine, it disturbs all shapes alike.
     for done in range(1, MAX_ROUNDS):
         tell(done, MAX_ROUNDS)
-        if not bench.has_time:
+        if not bench.measure_again(MAX_ROUNDS - done):
             break
-        bench.measure_again()
     tell(MAX_ROUNDS, MAX_ROUNDS)
     bench.release()
     return _fit(_undisturbed(bench.samples()), config)
@@ -84,6 +85,11 @@ class _Shape:
     @property
     def rows(self) -> int:
         return self.sequences * self.tokens + self.drafts
+
+    @property
+    def reads(self) -> int:
+        """Tokens whose KV the step reads, its own included, as a served step counts them."""
+        return self.sequences * (self.context + self.tokens)
 
     @property
     def decodes(self) -> bool:
@@ -115,11 +121,6 @@ class _Sample:
     target: float
     draft: float
 
-    @property
-    def context(self) -> int:
-        """Tokens that are read by the whole step, its own included, as a served step counts them."""
-        return self.shape.sequences * (self.shape.context + self.shape.tokens)
-
 
 # -- what to measure ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ def _shapes(config: SchedulerConfig, draft: bool) -> Iterator[tuple[_Shape, bool
     kinds: list[list[_Shape]] = [
         [_Shape(count, short) for count in sequences],
         [_rows_shape(count, short, config) for count in rows],
-        [_Shape(count, long) for count in sorted({1, -(-config.max_num_seqs // 4), config.max_num_seqs})],
+        [_Shape(count, long) for count in sorted({1, -(-config.max_num_seqs // 4)})],
     ]
     if draft and config.max_depth > 0:
         # Drafting has no term for context, so it is measured at a usual one.
@@ -206,30 +207,32 @@ class _Bench:
         self._config = config
         self._clock = clock
         self._end = clock() + seconds
+        self._longest = LONGEST_STEP * seconds
         self._num_steps = 0
         self._admitted: tuple[int, ...] = ()
         self._results: dict[_Shape, list[StepResult]] = {}
-        self._round_seconds = 0.0
 
     def begin(self, shape: _Shape, needed: bool) -> None:
-        """The first round of a shape, unless all rounds that there should be do not fit in, and it is not needed."""
-        rounds = self._round_seconds * (MIN_ROUNDS - 1) + self._expected(shape) * (1 + MIN_ROUNDS)
-        if not needed and self._clock() + rounds > self._end:
+        """The first round of a shape, unless it is not needed and takes too long or leaves no time for later rounds."""
+        expected = self._expected(shape)
+        rounds = 2 * expected + (MIN_ROUNDS - 1) * self._seconds([*self._short_shapes(), shape])
+        if not needed and (expected > self._longest or self._clock() + rounds > self._end):
             return
-        self._execute(shape)  # pays for what is set up once
-        began = self._clock()
-        self._results[shape] = [self._execute(shape)]
-        self._round_seconds += self._clock() - began
+        # The first may pay for what is set up once. If it does not, it is as good as any.
+        self._results[shape] = [self._execute(shape), self._execute(shape)]
 
-    @property
-    def has_time(self) -> bool:
-        """For one more round."""
-        return self._clock() + self._round_seconds <= self._end
-
-    def measure_again(self) -> None:
+    def measure_again(self, left: int) -> bool:
+        """One more round of the `left` that there may be, if there is time for it."""
+        time_left = self._end - self._clock()
+        shapes = list(self._results)
+        if left * self._seconds(shapes) > time_left:
+            shapes = self._short_shapes()
+            if self._seconds(shapes) > time_left:
+                return False
         # By size: a step finds in the caches what a step like it has left there, as in serving.
-        for shape in sorted(self._results, key=lambda shape: (shape.method, shape.rows)):
+        for shape in sorted(shapes, key=lambda shape: (shape.method, shape.rows)):
             self._results[shape].append(self._execute(shape))
+        return True
 
     def samples(self) -> list[_Sample]:
         return [
@@ -245,14 +248,23 @@ class _Bench:
     def release(self) -> None:
         self._runner.execute(StepPlan(self._num_steps, self._admitted, (), ()))
 
+    def _seconds(self, shapes: Sequence[_Shape]) -> float:
+        """Of one step of each, at most."""
+        return sum(map(self._expected, shapes))
+
+    def _short_shapes(self) -> list[_Shape]:
+        shortest = min(map(self._expected, self._results), default=0.0)
+        return [shape for shape in self._results if self._expected(shape) <= SHORT_STEPS * shortest]
+
     def _expected(self, shape: _Shape) -> float:
-        """Seconds of one step, at most: as the nearest one with more rows, or in proportion to the one with most."""
-        taken = {known.rows: results[0].times.total for known, results in self._results.items()}
-        more = [seconds for rows, seconds in taken.items() if rows >= shape.rows]
-        if more:
-            return min(more)
-        most = max(taken, default=1)
-        return taken.get(most, 0.0) * shape.rows / most
+        """Seconds of one step, at most: as the shortest one that is no smaller, or in proportion to the largest."""
+        taken = {known: min(result.times.total for result in results) for known, results in self._results.items()}
+        if no_smaller := [
+            seconds for known, seconds in taken.items() if known.rows >= shape.rows and known.reads >= shape.reads
+        ]:
+            return min(no_smaller)
+        largest = max(taken, key=lambda known: known.reads, default=None)
+        return 0.0 if largest is None else taken[largest] * shape.reads / largest.reads
 
     def _execute(self, shape: _Shape) -> StepResult:
         """One step of sequences that begin with it: what they emitted before does not matter, nor how long they are."""
@@ -288,7 +300,7 @@ class _Bench:
 
 def _least(seconds: Sequence[float]) -> float:
     """About the least: what disturbs a step only ever adds to it, and on a busy machine most steps are disturbed."""
-    return float(np.quantile(seconds, UNDISTURBED))
+    return float(np.quantile(seconds, UNDISTURBED, method="lower"))
 
 
 def _undisturbed(samples: Sequence[_Sample]) -> list[_Sample]:
@@ -313,7 +325,7 @@ def _fit(samples: Sequence[_Sample], config: SchedulerConfig) -> CostModel:
     per_sequence = _per_sequence(short, per_context)
     left: dict[int, list[float]] = {}
     for sample in short:
-        rest = sample.target - per_context * sample.context - per_sequence * sample.shape.sequences
+        rest = sample.target - per_context * sample.shape.reads - per_sequence * sample.shape.sequences
         left.setdefault(sample.rows, []).append(max(0.0, rest))
     rows = buckets_up_to(config.max_num_batched_tokens, ROW_BUCKETS)
     seconds = _at_buckets(rows, {count: sum(rests) / len(rests) for count, rests in left.items()})
@@ -337,9 +349,9 @@ def _per_context(samples: Sequence[_Sample]) -> float:
     """Seconds per token: by decodes of equally many sequences, of short and of long context."""
     decodes = [sample for sample in samples if sample.shape.decodes]
     slopes = [
-        (far.target - near.target) / (far.context - near.context)
+        (far.target - near.target) / (far.shape.reads - near.shape.reads)
         for near, far in itertools.permutations(decodes, 2)
-        if near.rows == far.rows and near.context < far.context
+        if near.rows == far.rows and near.shape.reads < far.shape.reads
     ]
     return max(0.0, median(slopes)) if slopes else 0.0
 
@@ -347,7 +359,7 @@ def _per_context(samples: Sequence[_Sample]) -> float:
 def _per_sequence(samples: Sequence[_Sample], per_context: float) -> float:
     """Seconds per sequence: by steps of equally many rows, of few and of many sequences."""
     slopes = [
-        (many.target - few.target - per_context * (many.context - few.context))
+        (many.target - few.target - per_context * (many.shape.reads - few.shape.reads))
         / (many.shape.sequences - few.shape.sequences)
         for few, many in itertools.permutations(samples, 2)
         if few.rows == many.rows and few.shape.sequences < many.shape.sequences
