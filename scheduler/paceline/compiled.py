@@ -28,6 +28,7 @@ MODULES: Final = (
     "core/acceptance.py",
     "core/adaptive_depth.py",
     "core/block_pool.py",
+    "core/cost_model.py",
     "core/deadlines.py",
     "core/depth.py",
     "core/depth_choices.py",

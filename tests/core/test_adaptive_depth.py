@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from paceline.core.adaptive_depth import (
     PROBE_SHARE,
     AdaptiveDepth,
 )
-from paceline.core.cost_model import StepKind, StepShape
+from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, Outcome, StepLoad
 from paceline.core.depth_choices import choose_depths
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
@@ -33,39 +32,40 @@ MODEL, NGRAM = Method.DRAFT_MODEL, Method.NGRAM
 relaxed = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 
 
-@dataclass
-class Costs:
-    """Prices by formula."""
-
-    by_rows: Callable[[int], float] = lambda rows: 1.0 + 0.1 * rows
-    by_sequences: Callable[[int], float] = lambda count: 0.1
-    start: float = 0.0  # of drafting, per step
-    per_draft_row: float = 0.0
-
-    def target(self, rows: int, context: int, sequences: int = 0) -> float:
-        return self.by_rows(rows)
-
-    def targets(self, rows: int, count: int, context: int, sequences: int = 0) -> np.ndarray:
-        return np.array([self.by_rows(rows + more) for more in range(count + 1)])
-
-    def draft_passes(self, count: int) -> np.ndarray:
-        return np.array([0.0] + [self.by_sequences(n) for n in range(1, count + 1)])
-
-    def first_passes(self, count: int) -> np.ndarray:
-        return np.array([0.0] + [self.start + self.by_sequences(n) for n in range(1, count + 1)])
-
-    def passes(self, sequences: Sequence[int]) -> float:
-        return sum(map(self.by_sequences, sequences)) + (self.start if sequences else 0.0)
-
-    def draft_rows(self, rows: int) -> float:
-        return self.per_draft_row * rows
-
-    def step(self, shape: StepShape) -> float:
-        return self.by_rows(shape.rows) + self.passes(shape.draft_passes) + self.draft_rows(shape.draft_rows)
+MOST_ROWS = 128  # beyond which formulas go on as a line
 
 
-def adaptive(costs: Costs | None = None, max_depth: int = 8) -> AdaptiveDepth:
-    return AdaptiveDepth(costs or Costs(), max_depth=max_depth)  # type: ignore[arg-type]
+def costs_by(
+    by_rows: Callable[[int], float] = lambda rows: 1.0 + 0.1 * rows,
+    by_sequences: Callable[[int], float] = lambda count: 0.1,
+    start: float = 0.0,
+    per_draft_row: float = 0.0,
+) -> CostModel:
+    """Prices by formula, exact at every count that `by_rows` knows.
+
+    Args:
+        start: of drafting, per step.
+    """
+    seconds = []
+    for rows in range(1, MOST_ROWS + 1):
+        try:
+            seconds.append(float(by_rows(rows)))
+        except IndexError:
+            break
+    counts = list(range(1, MOST_ROWS + 1))
+    passes = [float(by_sequences(count)) for count in counts]
+    return CostModel(
+        counts[: len(seconds)],
+        seconds,
+        sequences=counts,
+        pass_seconds=passes,
+        per_draft_row=per_draft_row,
+        first_seconds=[start + one for one in passes],
+    )
+
+
+def adaptive(costs: CostModel | None = None, max_depth: int = 8) -> AdaptiveDepth:
+    return AdaptiveDepth(costs or costs_by(), max_depth=max_depth)
 
 
 def geometric(acceptance: float, depth: int = 8) -> tuple[float, ...]:
@@ -132,7 +132,7 @@ def worth(
     candidates: Sequence[DepthCandidate],
     chosen: Sequence[Chosen],
     load: StepLoad,
-    costs: Costs,
+    costs: CostModel,
     second: float,
     slot_price: float = 0.0,
 ) -> float:
@@ -183,7 +183,7 @@ def with_both(generator: np.random.Generator, request_id: int) -> DepthCandidate
 
 
 def check_best(
-    policy: AdaptiveDepth, costs: Costs, candidates: Sequence[DepthCandidate], load: StepLoad, price: float
+    policy: AdaptiveDepth, costs: CostModel, candidates: Sequence[DepthCandidate], load: StepLoad, price: float
 ) -> None:
     """Against every choice that keeps bounds and budget."""
     chosen = policy.choose(candidates, load, slot_price=price)
@@ -209,7 +209,7 @@ def test_the_choice_is_the_best_of_all() -> None:
     for method in (MODEL, NGRAM) * 150:
         stairs = 1.0 + np.cumsum(generator.uniform(0.0, 0.6, 20) * (generator.uniform(size=20) < 0.4))
         constant, share, start = generator.uniform(0.0, 0.3, 3) * (generator.uniform(size=3) < 0.7)
-        costs = Costs(stairs.__getitem__, lambda n, a=constant, b=share: a + b * n, start)  # type: ignore[misc]
+        costs = costs_by(stairs.__getitem__, lambda n, a=constant, b=share: a + b * n, start)  # type: ignore[misc]
         candidates = []
         for i in range(generator.integers(1, 4)):
             run = random_run(generator)
@@ -227,7 +227,7 @@ def test_of_two_offers_the_better_is_taken() -> None:
     generator = np.random.default_rng(0)
     for _ in range(150):
         per_row, share = generator.uniform(0.0, 0.4, 2)
-        costs = Costs(lambda n, a=per_row: 1.0 + a * n, lambda n, a=share: a * n)  # type: ignore[misc]
+        costs = costs_by(lambda n, a=per_row: 1.0 + a * n, lambda n, a=share: a * n)  # type: ignore[misc]
         policy = adaptive(costs)
         learned(policy, generator.uniform(0.4, 2.5))
         candidates = [with_both(generator, i) for i in range(generator.integers(1, 4))]
@@ -243,7 +243,7 @@ def test_of_two_offers_the_worse_costs_a_hair_at_most(start: float) -> None:
     for _ in range(200):
         stairs = 1.0 + np.cumsum(generator.uniform(0.0, 0.6, 20) * (generator.uniform(size=20) < 0.4))
         constant, share = generator.uniform(0.0, 0.2, 2)
-        costs = Costs(stairs.__getitem__, lambda n, a=constant, b=share: a + b * n, start)  # type: ignore[misc]
+        costs = costs_by(stairs.__getitem__, lambda n, a=constant, b=share: a + b * n, start)  # type: ignore[misc]
         policy = adaptive(costs)
         learned(policy, generator.uniform(0.8, 2.5))
         candidates = [with_both(generator, i) for i in range(generator.integers(1, 4))]
@@ -260,7 +260,7 @@ def test_of_two_offers_the_worse_costs_a_hair_at_most(start: float) -> None:
 def test_passes_that_cost_more_for_many_cost_a_hair_at_most() -> None:
     """Where the order of slots is only nearly right: flat up to two sequences, a third dearer with the next."""
     generator = np.random.default_rng(0)
-    costs = Costs(lambda rows: 1.0 + 0.05 * max(0, rows - 5), lambda count: 0.1 + 0.03 * max(0, count - 2))
+    costs = costs_by(lambda rows: 1.0 + 0.05 * max(0, rows - 5), lambda count: 0.1 + 0.03 * max(0, count - 2))
     missed = []
     for _ in range(60):
         survivals = generator.uniform(0.2, 1.0, (3, 3)).cumprod(axis=1).tolist()
@@ -278,7 +278,7 @@ def test_passes_that_cost_more_for_many_cost_a_hair_at_most() -> None:
 
 def test_the_search_does_not_stop_at_the_first_drop() -> None:
     """A second row is dear, the third and fourth come with it."""
-    costs = Costs(lambda rows: 1.0 if rows == 1 else 1.6, lambda count: 0.0)
+    costs = costs_by(lambda rows: 1.0 if rows == 1 else 1.6, lambda count: 0.0)
     assert choose(adaptive(costs), candidate(0.9, highest=3)) == [3]
 
 
@@ -303,7 +303,7 @@ def test_depth_rises_with_acceptance_and_falls_with_price(
 
 
 def test_no_slot_at_a_high_price() -> None:
-    policy = adaptive(Costs(lambda rows: 1.0, lambda count: 0.0))
+    policy = adaptive(costs_by(lambda rows: 1.0, lambda count: 0.0))
     candidates = [candidate(1.0, i) for i in range(4)]
     assert choose(policy, *candidates) == [8] * 4
     assert choose(policy, *candidates, slot_price=2.01) == [0] * 4
@@ -359,7 +359,7 @@ def test_prompts_beside_do_not_make_time_cheaper() -> None:
 
 def test_the_price_of_time_follows_the_load_at_once() -> None:
     """Without a request more seen: 64 sequences earn more than one, so slots are dearer beside them."""
-    policy = adaptive(Costs(lambda rows: 1.0))
+    policy = adaptive(costs_by(lambda rows: 1.0))
     choose(policy, candidate(0.8))
     alone = policy.decision.price_of_time
     choose(policy, *(candidate(0.8, i) for i in range(64)))
@@ -367,10 +367,10 @@ def test_the_price_of_time_follows_the_load_at_once() -> None:
 
 
 def test_ngram_needs_no_pass() -> None:
-    costs = Costs(lambda rows: 1.0, lambda count: 10.0)
+    costs = costs_by(lambda rows: 1.0, lambda count: 10.0)
     both = DepthCandidate(0, (Offer(NGRAM, geometric(0.3)), Offer(MODEL, geometric(0.9))), 0, 8)
     assert adaptive(costs).choose([both], load_of([both])) == [Chosen(NGRAM, 8)]
-    assert adaptive(replace(costs, by_sequences=lambda count: 0.01)).choose([both], load_of([both])) == [
+    assert adaptive(costs_by(lambda rows: 1.0, lambda count: 0.01)).choose([both], load_of([both])) == [
         Chosen(MODEL, 8)
     ]
 
@@ -382,7 +382,7 @@ def test_the_better_offer_is_taken() -> None:
     taken = []
     for _ in range(200):
         per_row, a_pass = generator.uniform(0.0, 0.3, 2)
-        costs = Costs(lambda n, a=per_row: 1.0 + a * n, lambda n, a=a_pass: a * n)  # type: ignore[misc]
+        costs = costs_by(lambda n, a=per_row: 1.0 + a * n, lambda n, a=a_pass: a * n)  # type: ignore[misc]
         offers = (Offer(NGRAM, random_run(generator)), Offer(MODEL, random_run(generator)))
         policy = adaptive(costs)
         learned(policy, generator.uniform(0.4, 2.5))
@@ -411,7 +411,7 @@ def drafted(policy: AdaptiveDepth, *drafts: tuple[int, int, int], count: int = 1
 
 def test_choices_are_reviewed_after_every_step_with_drafts() -> None:
     """What drafts bring changes with what they brought."""
-    policy = adaptive(Costs(lambda rows: 1.0 + 0.02 * rows))
+    policy = adaptive(costs_by(lambda rows: 1.0 + 0.02 * rows))
     three = [candidate(0.8, i) for i in range(3)]
     load = load_of(three)
     depths = [choice.depth for choice in policy.choose(three, load)]
@@ -425,7 +425,7 @@ def test_choices_are_reviewed_after_every_step_with_drafts() -> None:
 @pytest.mark.usefixtures("no_savings")
 def test_ngrams_are_looked_at_in_every_step() -> None:
     """What stands meanwhile is what the draft model does."""
-    policy = adaptive(Costs(lambda rows: 1.0 + 0.05 * rows, lambda _: 0.05))
+    policy = adaptive(costs_by(lambda rows: 1.0 + 0.05 * rows, lambda _: 0.05))
     by_model = Offer(MODEL, geometric(0.7))
     [(method, usual)] = ask(policy, [plain := DepthCandidate(0, (by_model,), 0, 8)], load_of([plain]))
     assert method is MODEL
@@ -440,7 +440,7 @@ def beside_what_stands(generator: np.random.Generator) -> list[str]:
     what they draft is the best there is for those that copy, and better than if nobody did. Says how it went.
     """
     seconds = 1.0 + np.cumsum(generator.choice([0.0, 0.02, 0.5], 60, p=[0.5, 0.3, 0.2]))
-    costs = Costs(lambda rows: float(seconds[rows]), lambda count: 0.05 * count)
+    costs = costs_by(lambda rows: float(seconds[rows]), lambda count: 0.05 * count)
     policy, price = adaptive(costs), float(generator.choice([0.0, 0.1]))
     standing = [candidate(0.8, 10 + i, highest=1 + int(generator.integers(2))) for i in range(2)]
     own = [Offer(MODEL, random_run(generator)) if generator.uniform() < 0.7 else None for _ in range(3)]
@@ -457,7 +457,7 @@ def beside_what_stands(generator: np.random.Generator) -> list[str]:
 
     def value(choices: Sequence[Chosen]) -> float:
         slots = sum(choice.depth for choice in choices)
-        tokens = -slots * price - second * (costs.by_rows(rows + slots) - costs.by_rows(rows))
+        tokens = -slots * price - second * (costs.target(rows + slots, 0) - costs.target(rows, 0))
         for one, choice in zip(after, choices, strict=True):
             tokens += sum(sum(offer.survivals[: choice.depth]) for offer in one.offers if offer.method is choice.method)
             tokens -= second * 0.05 * choice.depth * (choice.method is MODEL)
@@ -486,7 +486,7 @@ def test_slots_of_ngrams_are_the_best_there_are_in_every_step() -> None:
 @pytest.mark.usefixtures("no_savings")
 def test_a_decision_while_a_request_copies_is_for_when_it_does_not() -> None:
     """One stream: without n-grams its draft model drafts, however the decision fell."""
-    policy = adaptive(Costs(lambda rows: 1.0 + 0.05 * rows, lambda _: 0.05))
+    policy = adaptive(costs_by(lambda rows: 1.0 + 0.05 * rows, lambda _: 0.05))
     by_model = Offer(MODEL, geometric(0.7))
     plain = DepthCandidate(0, (by_model,), 0, 8)
     both = changed(plain, offers=(by_model, Offer(NGRAM, geometric(0.99))))
@@ -497,7 +497,7 @@ def test_a_decision_while_a_request_copies_is_for_when_it_does_not() -> None:
 @pytest.mark.usefixtures("no_savings")
 def test_where_a_stair_is_too_high_to_copy_the_draft_model_goes_on() -> None:
     """Each of two alone had better copy three tokens than draft two; together they would need a seventh row."""
-    policy = adaptive(Costs(lambda rows: 1.0 if rows <= 6 else 5.0, lambda count: 0.0))
+    policy = adaptive(costs_by(lambda rows: 1.0 if rows <= 6 else 5.0, lambda count: 0.0))
     by_model = Offer(MODEL, (0.9, 0.8))
     plain = [DepthCandidate(i, (by_model,), 0, 3) for i in range(2)]
     both = [changed(one, offers=(by_model, Offer(NGRAM, (0.6, 0.59, 0.58)))) for one in plain]
@@ -508,7 +508,7 @@ def test_where_a_stair_is_too_high_to_copy_the_draft_model_goes_on() -> None:
 @pytest.mark.parametrize("acceptance", [0.02, None])
 def test_a_match_that_is_worth_nothing_stops_no_draft_model(acceptance: float | None) -> None:
     """A draft that does not quite pay goes on until the next decision, for which it was paid."""
-    policy = adaptive(Costs(lambda rows: 1.0 + 0.3 * rows, lambda count: 0.05))
+    policy = adaptive(costs_by(lambda rows: 1.0 + 0.3 * rows, lambda count: 0.05))
     one, idle, methods = candidate(0.23, highest=3), 0, []
     for step in range(8):
         now = changed(one, steps_without_model=idle)
@@ -525,7 +525,7 @@ def test_who_copies_stands_as_it_was_decided() -> None:
     for _ in range(1000):
         stairs = 1.0 + np.cumsum(generator.uniform(0.0, 0.6, 60) * (generator.uniform(size=60) < 0.4))
         constant, share = generator.uniform(0.0, 0.2, 2)
-        costs = Costs(stairs.__getitem__, lambda n, a=constant, b=share: a + b * n)  # type: ignore[misc]
+        costs = costs_by(stairs.__getitem__, lambda n, a=constant, b=share: a + b * n)  # type: ignore[misc]
         gain, count = generator.uniform(0.8, 2.5), generator.integers(1, 5)
         both = [with_both(generator, index) for index in range(count)]
         plain = [changed(one, offers=one.offers[1:]) for one in both]
@@ -540,7 +540,7 @@ def test_who_copies_stands_as_it_was_decided() -> None:
 
 def test_a_newcomer_pays_where_nobody_drafted() -> None:
     """Nor do passes count that others, who have ended, had been worth."""
-    costs = Costs(lambda rows: 1.0 if rows <= 20 else 1.0 + 0.2 * (rows - 20), lambda count: 0.01)
+    costs = costs_by(lambda rows: 1.0 if rows <= 20 else 1.0 + 0.2 * (rows - 20), lambda count: 0.01)
     policy, few = adaptive(costs), [candidate(0.9, 100 + i) for i in range(2)]
     assert choose(policy, *few) == [8, 8]
     for one in few:
@@ -552,14 +552,14 @@ def test_a_newcomer_pays_where_nobody_drafted() -> None:
 
 def test_a_newcomer_beside_one_that_drafts_pays_for_its_pass() -> None:
     """Which costs by the sequence."""
-    policy = adaptive(Costs(lambda rows: 1.0, lambda count: 0.05 * count))
+    policy = adaptive(costs_by(lambda rows: 1.0, lambda count: 0.05 * count))
     others = [candidate(0.01, 1 + i, highest=0) for i in range(8)]
     assert choose(policy, candidate(0.9, 0), *others)[0] > 0
     assert choose(policy, candidate(0.9, 0), *others[1:], candidate(0.3, 9))[-1] == 0
 
 
 def test_a_newcomer_earns_the_price_of_slots() -> None:
-    policy, one = adaptive(Costs(lambda rows: 1.0)), candidate(0.9)
+    policy, one = adaptive(costs_by(lambda rows: 1.0)), candidate(0.9)
     assert choose(policy, one, slot_price=0.5)[0] > 1
     assert choose(policy, candidate(0.4, 1), slot_price=0.5) == [0]
 
@@ -577,7 +577,7 @@ def test_bounds_above_the_highest_depth_are_kept_in_every_step() -> None:
 
 
 def test_a_newcomer_keeps_the_highest_depth_whatever_bounds_ask_of_others() -> None:
-    policy = adaptive(Costs(lambda rows: 1.0, lambda count: 0.0))
+    policy = adaptive(costs_by(lambda rows: 1.0, lambda count: 0.0))
     deep = [candidate(0.99, i, lowest=12, highest=12) for i in range(9)]
     assert choose(policy, *deep) == [12] * 9
     joining = with_ngrams(candidate(0.99, 9, highest=12), 0.5)
@@ -585,7 +585,7 @@ def test_a_newcomer_keeps_the_highest_depth_whatever_bounds_ask_of_others() -> N
 
 
 def test_what_is_left_of_a_budget_is_all_that_ngrams_get() -> None:
-    policy = adaptive(Costs(lambda rows: 1.0))
+    policy = adaptive(costs_by(lambda rows: 1.0))
     one = candidate(0.9, 0, highest=8)
     two = [candidate(0.9, 1 + i, method=NGRAM) for i in range(2)]
     assert choose(policy, one, *two, budget=11) == [8, 2, 1]
@@ -602,7 +602,7 @@ def test_ngrams_keep_bounds_in_every_step() -> None:
 @pytest.mark.usefixtures("no_savings")
 def test_a_newcomer_whose_draft_model_has_much_to_read_does_not_draft() -> None:
     """As if all were decided on anew."""
-    costs = Costs(lambda rows: 1.0 + 0.01 * rows, lambda count: 0.05, per_draft_row=0.01)
+    costs = costs_by(lambda rows: 1.0 + 0.01 * rows, lambda count: 0.05, per_draft_row=0.01)
     others = [candidate(0.8, 1 + i) for i in range(8)]
     for catch_up, drafts in ((1, True), (400, False)):
         policy, newcomer = adaptive(costs), candidate(0.8, 0, catch_up=catch_up)
@@ -613,7 +613,7 @@ def test_a_newcomer_whose_draft_model_has_much_to_read_does_not_draft() -> None:
 
 def test_a_draft_model_goes_as_deep_as_pays_until_the_next_decision() -> None:
     """But not to nothing, or it would fall behind, unless it has already. Who is alone in a pass pays for it."""
-    costs = Costs(lambda rows: 1.0 + 0.01 * rows, lambda count: 0.1 + 0.01 * count)
+    costs = costs_by(lambda rows: 1.0 + 0.01 * rows, lambda count: 0.1 + 0.01 * count)
     for count in (1, 8):
         policy = adaptive(costs)
         batch = [candidate(0.6, i) for i in range(count)]
@@ -628,7 +628,7 @@ def test_a_draft_model_goes_as_deep_as_pays_until_the_next_decision() -> None:
         assert depths[2] == 1
         drafted(policy, (0, before, 0), count=count)  # by n-grams
         assert choose(policy, candidate(0.01, 0, without=3), *batch[1:])[0] == 0
-    costs = Costs(lambda rows: 1.0, lambda count: 0.3 + 0.01 * count)
+    costs = costs_by(lambda rows: 1.0, lambda count: 0.3 + 0.01 * count)
     alone, together = (adaptive(costs) for _ in range(2))
     choose(alone, candidate(0.95, 0))
     choose(together, *(candidate(0.95, i) for i in range(8)))
@@ -641,7 +641,7 @@ def test_a_draft_model_goes_as_deep_as_pays_until_the_next_decision() -> None:
 
 @pytest.mark.usefixtures("no_savings")
 def test_nobody_gets_deeper_than_the_highest_depth_between_decisions() -> None:
-    policy = adaptive(Costs(lambda rows: 1.0))
+    policy = adaptive(costs_by(lambda rows: 1.0))
     sure = geometric(0.99, 20)
     one = DepthCandidate(0, (Offer(MODEL, sure), Offer(NGRAM, geometric(0.5, 20))), 0, 20)
     assert choose(policy, one) == [8]
@@ -651,7 +651,7 @@ def test_nobody_gets_deeper_than_the_highest_depth_between_decisions() -> None:
 
 
 def test_what_one_gives_up_on_a_stair_is_there_for_another() -> None:
-    policy = adaptive(Costs(lambda rows: 1.0 if rows <= 8 else 5.0, lambda count: 0.01))
+    policy = adaptive(costs_by(lambda rows: 1.0 if rows <= 8 else 5.0, lambda count: 0.01))
     one, other = candidate(0.8, 0), candidate(0.8, 1)
     assert choose(policy, one, other) == [3, 3]
     drafted(policy, (0, 3, 0), (1, 3, 3), count=2)
@@ -664,7 +664,7 @@ def test_a_review_is_the_best_there_is_at_its_prices() -> None:
     generator = np.random.default_rng(0)
     for _ in range(300):
         stairs = 1.0 + np.cumsum(generator.uniform(0.0, 0.6, 30) * (generator.uniform(size=30) < 0.4))
-        costs = Costs(stairs.__getitem__)
+        costs = costs_by(stairs.__getitem__)
         passes = np.sort(generator.uniform(0.0, 0.5, 3)).tolist()
         candidates = [
             DepthCandidate(i, (Offer(MODEL, random_run(generator)),), 0, 3, int(generator.integers(2)))
@@ -703,7 +703,7 @@ def test_bounds_that_leave_no_choice_are_not_reviewed() -> None:
 @pytest.mark.parametrize("method", [MODEL, NGRAM])
 def test_a_stair_behind_a_choice_does_not_end_it(method: Method) -> None:
     """Five drafts for nothing, and a sixth that doubles the step: the five go on as long as they may pay."""
-    policy = adaptive(Costs(lambda rows: 1.0 if rows <= 6 else 2.0))
+    policy = adaptive(costs_by(lambda rows: 1.0 if rows <= 6 else 2.0))
     one = candidate(0.8, method=method)
     assert choose(policy, one) == [5]
     for _ in range(3):
@@ -729,7 +729,7 @@ def any_candidate(draw: st.DrawFn, request_id: int) -> DepthCandidate:
 @relaxed
 @given(data=st.data(), budget=st.integers(0, 60))
 def test_bounds_and_budget_are_kept_over_many_steps(data: st.DataObject, budget: int) -> None:
-    policy = adaptive(Costs(per_draft_row=0.01))
+    policy = adaptive(costs_by(per_draft_row=0.01))
     for _ in range(6):
         ids = data.draw(st.lists(st.integers(0, 9), unique=True, min_size=1, max_size=6))
         candidates = [data.draw(any_candidate(request_id)) for request_id in ids]
@@ -748,11 +748,11 @@ def test_what_bounds_ask_for_is_shared_when_rows_are_short() -> None:
 
 def test_a_run_that_is_too_long_to_catch_up_does_not_hold_up_others() -> None:
     behind = candidate(1.0, 0, catch_up=50)
-    assert choose(adaptive(Costs(lambda rows: 1.0)), behind, candidate(0.9, 1), budget=20) == [0, 8]
+    assert choose(adaptive(costs_by(lambda rows: 1.0)), behind, candidate(0.9, 1), budget=20) == [0, 8]
 
 
 def test_catching_up_is_paid_over_many_steps_by_a_request_that_was_idle() -> None:
-    costs = Costs(lambda rows: 1.0, per_draft_row=0.1)
+    costs = costs_by(lambda rows: 1.0, per_draft_row=0.1)
     assert choose(adaptive(costs), candidate(0.8, catch_up=40)) == [0], "4 passes for at most 9 tokens, every step"
     assert choose(adaptive(costs), candidate(0.8, catch_up=40, without=40))[0] > 1
     assert choose(adaptive(costs), candidate(0.8, catch_up=4000, without=4000)) == [0]
@@ -779,7 +779,7 @@ def test_a_decision_stands_for_some_steps_and_new_requests_join_it() -> None:
 
 
 def test_those_who_join_do_not_take_more_than_there_is() -> None:
-    policy = adaptive(Costs(lambda rows: 1.0))
+    policy = adaptive(costs_by(lambda rows: 1.0))
     candidates = [candidate(0.9, i) for i in range(16)]
     assert sum(choose(policy, *candidates, budget=130)) == 128
     assert sum(choose(policy, candidate(0.9, 16), *candidates, budget=130)) == 130
@@ -787,7 +787,7 @@ def test_those_who_join_do_not_take_more_than_there_is() -> None:
 
 @pytest.mark.parametrize("after", ["prompts", "few prompts", "requests", "price"])
 def test_another_load_is_decided_for_at_once(after: str) -> None:
-    costs = Costs(lambda rows: 1.0 if rows <= 9 else 1.0 + 2.0 * (rows - 9))
+    costs = costs_by(lambda rows: 1.0 if rows <= 9 else 1.0 + 2.0 * (rows - 9))
     policy = adaptive(costs)
     one = candidate(0.9)
     assert choose(policy, one) == [8]
@@ -802,7 +802,7 @@ def test_another_load_is_decided_for_at_once(after: str) -> None:
 
 
 def test_prompts_that_do_not_change_what_a_slot_costs_are_no_other_load() -> None:
-    policy = adaptive(Costs(lambda rows: 1.0 + 0.001 * rows))
+    policy = adaptive(costs_by(lambda rows: 1.0 + 0.001 * rows))
     good, others = candidate(0.9, 1), [candidate(0.9, 10 + i) for i in range(8)]
     (first, *_) = choose(policy, good, *others)
     worse = [changed(good, offers=candidate(0.05, 2).offers), *others]
@@ -811,7 +811,7 @@ def test_prompts_that_do_not_change_what_a_slot_costs_are_no_other_load() -> Non
 
 def test_depth_does_not_flap_between_choices_that_are_nearly_as_good() -> None:
     """Noise of 2 % around the acceptance at which one more pass begins to pay."""
-    costs = Costs(lambda rows: 1.0, lambda count: 0.25)
+    costs = costs_by(lambda rows: 1.0, lambda count: 0.25)
     policy = adaptive(costs)
     learned(policy, 1.2)
     noise = np.random.default_rng(1).normal(0.0, 0.01, 400)
@@ -831,7 +831,7 @@ def test_depth_does_not_flap_between_choices_that_are_nearly_as_good() -> None:
 
 @pytest.mark.usefixtures("no_savings")
 def test_a_lasting_small_gain_is_taken_in_the_end() -> None:
-    costs = Costs(lambda rows: 1.0, lambda count: 0.3)
+    costs = costs_by(lambda rows: 1.0, lambda count: 0.3)
     policy = adaptive(costs)
     assert choose(policy, candidate(0.2, highest=1, without=1)) == [0]
     depths = [choose(policy, candidate(0.315, highest=1, without=1))[0] for _ in range(60)]
@@ -871,7 +871,7 @@ def idle_steps(policy: AdaptiveDepth, count: int, steps: int, acceptance: float 
 def test_idle_requests_probe_ever_more_rarely() -> None:
     steps = [
         step
-        for step, who in enumerate(idle_steps(adaptive(Costs(lambda rows: 1.0, lambda count: 0.01)), 1, 4000))
+        for step, who in enumerate(idle_steps(adaptive(costs_by(lambda rows: 1.0, lambda count: 0.01)), 1, 4000))
         if who
     ]
     gaps = [b - a for a, b in itertools.pairwise(steps)]
@@ -884,13 +884,13 @@ def test_requests_that_stopped_together_do_not_probe_together() -> None:
     """Each waits for a time of its own. No step becomes much longer: where rows cost something, few come along."""
     gaps = []
     for request_id in range(4):
-        policy = adaptive(Costs(lambda rows: 1.0, lambda count: 0.01))
+        policy = adaptive(costs_by(lambda rows: 1.0, lambda count: 0.01))
         for _ in range(20 * DWELL):
             choose(policy, candidate(0.004, request_id, without=10**4))
         gaps.append(next(w for w in range(2000) if choose(policy, candidate(0.004, request_id, without=w)) == [1]))
     assert min(abs(a - b) for a, b in itertools.combinations(gaps, 2)) >= 50
 
-    policy = adaptive(Costs(lambda rows: 1.0 + 0.1 * rows, lambda count: 0.1))
+    policy = adaptive(costs_by(lambda rows: 1.0 + 0.1 * rows, lambda count: 0.1))
     probes = idle_steps(policy, 16, 2000)
     assert {i for who in probes for i in who} == set(range(16))
     assert max(len(who) for who in probes) <= 7
@@ -900,12 +900,12 @@ def test_requests_that_stopped_together_do_not_probe_together() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 40])
 def test_probes_take_no_more_than_their_share(count: int) -> None:
-    costs = Costs(lambda rows: 1.0 + 0.05 * rows, lambda count: 0.5)
+    costs = costs_by(lambda rows: 1.0 + 0.05 * rows, lambda count: 0.5)
     policy, steps = adaptive(costs), 3000
-    plain = costs.by_rows(count)
+    plain = costs.target(count, 0)
     spent = 0.0
     for who in idle_steps(policy, count, steps):
-        spent += costs.by_rows(count + len(who)) - plain + (0.5 if who else 0.0)
+        spent += costs.target(count + len(who), 0) - plain + (0.5 if who else 0.0)
     credit = max(LEAST_CREDIT, PROBE_CREDIT / count)
     assert 0.0 < spent <= (PROBE_SHARE * steps + credit) * plain * (1 + 1e-9)
     assert PROBE_SHARE <= 0.02
@@ -920,7 +920,7 @@ def test_a_probe_that_pays_makes_the_request_draft() -> None:
 @pytest.mark.parametrize("count", [1, 4, 40])
 def test_requests_go_on_while_what_they_lose_together_is_paid_for(count: int) -> None:
     """A pass for all costs half a step, which they earn in part: .1 of a step is lost each time, at once by as many."""
-    policy = adaptive(Costs(lambda rows: 1.0, lambda _: 0.5))
+    policy = adaptive(costs_by(lambda rows: 1.0, lambda _: 0.5))
     depths = [choose(policy, *(candidate(0.4, i) for i in range(count))) for _ in range(200)]
     lasted = depths.index([0] * count)
     assert depths[:lasted] == [[1] * count] * lasted
@@ -931,14 +931,14 @@ def test_requests_go_on_while_what_they_lose_together_is_paid_for(count: int) ->
 
 def test_prompts_beside_the_first_decision_buy_no_probes() -> None:
     """They make that step 200 times as long."""
-    policy = adaptive(Costs(lambda rows: 1.0 * rows))
+    policy = adaptive(costs_by(lambda rows: 1.0 * rows))
     candidates = [candidate(0.01)]
     policy.choose(candidates, load_of(candidates, prompts=199))
     assert policy._probe_seconds <= PROBE_CREDIT + PROBE_SHARE * 200
 
 
 def test_nothing_is_saved_for_probes_while_bounds_decide() -> None:
-    policy = adaptive(Costs(lambda rows: 1.0))
+    policy = adaptive(costs_by(lambda rows: 1.0))
     saved = []
     for lowest in (2, 0):
         for _ in range(4 * DWELL):
@@ -951,16 +951,16 @@ def test_nothing_is_saved_for_probes_while_bounds_decide() -> None:
 
 
 def test_only_those_go_on_that_earn_half_of_what_they_cost() -> None:
-    policy = adaptive(Costs(lambda rows: 1.0, lambda count: 0.5))
+    policy = adaptive(costs_by(lambda rows: 1.0, lambda count: 0.5))
     assert choose(policy, *(candidate(0.24, i) for i in range(4))) == [0] * 4
 
-    by_row = adaptive(Costs(lambda rows: 0.5 + 0.5 * rows, lambda count: 0.0))
+    by_row = adaptive(costs_by(lambda rows: 0.5 + 0.5 * rows, lambda count: 0.0))
     acceptances = (0.02, 0.6, 0.01, 0.55)
     assert choose(by_row, *(candidate(a, i) for i, a in enumerate(acceptances))) == [0, 1, 0, 1]
 
 
 def test_one_of_the_deepest_tries_one_more_now_and_then() -> None:
-    policy = adaptive(Costs(lambda rows: 1.0 + 0.02 * rows, lambda count: 0.05))
+    policy = adaptive(costs_by(lambda rows: 1.0 + 0.02 * rows, lambda count: 0.05))
     candidates = [candidate(0.5, i) for i in range(4)]
     copying = candidate(0.99, 4, method=NGRAM)
     history = [choose(policy, *candidates, copying)[:4] for _ in range(300)]
@@ -992,7 +992,7 @@ def test_forgotten_requests_leave_nothing() -> None:
 
 
 def test_the_last_decision_says_what_it_expects() -> None:
-    costs = Costs(lambda rows: 1.0 + 0.01 * rows, lambda count: 0.1, start=0.05, per_draft_row=0.01)
+    costs = costs_by(lambda rows: 1.0 + 0.01 * rows, lambda count: 0.1, start=0.05, per_draft_row=0.01)
     policy = adaptive(costs)
     candidates = [candidate(0.6, 0, catch_up=1), candidate(0.9, 1)]
     load = load_of(candidates)
@@ -1017,7 +1017,7 @@ def test_fixed_depth_takes_the_first_offer_as_far_as_it_goes() -> None:
 
 
 def test_now_and_then_a_step_is_taken_without_drafts_to_check_what_they_save() -> None:
-    policy = adaptive(Costs(lambda rows: 1.0))
+    policy = adaptive(costs_by(lambda rows: 1.0))
     plain = []
     for step in range(3 * PLAIN_INTERVAL):
         (depth,) = choose(policy, candidate(0.9))
@@ -1027,5 +1027,5 @@ def test_now_and_then_a_step_is_taken_without_drafts_to_check_what_they_save() -
         if not depth:
             plain.append(step)
     assert [later - earlier for earlier, later in itertools.pairwise(plain)] == [PLAIN_INTERVAL]
-    fixed = adaptive(Costs(lambda rows: 1.0))
+    fixed = adaptive(costs_by(lambda rows: 1.0))
     assert all(choose(fixed, candidate(0.9, lowest=1)) != [0] for _ in range(2 * PLAIN_INTERVAL))

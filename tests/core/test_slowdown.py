@@ -294,14 +294,7 @@ def test_a_full_step_has_no_rows() -> None:
 def test_context_counts() -> None:
     """Of KV that takes a step's time to read, half fits."""
 
-    class WithContext:
-        def target(self, rows: int, context: int, sequences: int = 0) -> float:
-            return STEP + context / 1000
-
-        def targets(self, rows: int, count: int, context: int, sequences: int = 0) -> object:
-            return costs().targets(1, 0, 0, 1).repeat(count + 1) + context / 1000
-
-    room = Slowdown(WithContext(), 1, 0, 1, 50, 1.5, 0.001)  # type: ignore[arg-type]
+    room = Slowdown(CostModel([1], [STEP], per_context=0.001), 1, 0, 1, 50, 1.5, 0.001)
     assert [room.take(1, 100) for _ in range(8)] == [1, 1, 1, 1, 1, 0, 0, 0]
 
 

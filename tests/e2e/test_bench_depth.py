@@ -138,7 +138,7 @@ def test_what_is_exact_about_a_batch(pair: tuple[Path, Path]) -> None:
         "the first one's end is its end too"
     )
     for one in (first, second):
-        assert 0 < one.control_seconds < one.seconds
+        assert 0 < one.policy_seconds < one.control_seconds < one.seconds
         assert one.counts.drafted == 0
     assert not engine.has_work
 
@@ -212,7 +212,7 @@ def test_another_setting_leads_in_every_batch(pair: tuple[Path, Path], monkeypat
     def serve_batch(engine: Engine, batch: Any, settings: list[Any], max_tokens: int, first: int = 0) -> Any:
         led.append(first % len(settings))
         counts = SpeculationCounts(steps={(len(led), 0): 1})
-        return [turns.Served(10, len(led) + index, 0.5, counts) for index in range(len(settings))]
+        return [turns.Served(10, len(led) + index, 0.5, 0.25, counts) for index in range(len(settings))]
 
     monkeypatch.setattr(depth, "serve_batch", serve_batch)
     engine = _engine(pair)
@@ -221,8 +221,8 @@ def test_another_setting_leads_in_every_batch(pair: tuple[Path, Path], monkeypat
     batches = depth.workload([(5,), (6,)], streams=1, least=2, sampling=GREEDY)
     samples = [sample for _, sample in depth.serve(engine, batches, list(cell.runs.values()), max_tokens=8, first=2)]
     assert led == [2, 0]
-    assert samples[0] == depth.Sample(rate=20 / (1 + 2), depth=(1 + 2) / 2, control=1 / (1 + 2))
-    assert samples[2] == depth.Sample(rate=20 / (3 + 4), depth=(1 + 2) / 2, control=1 / (3 + 4))
+    assert samples[0] == depth.Sample(rate=20 / (1 + 2), depth=(1 + 2) / 2, control=1 / (1 + 2), policy=0.5 / (1 + 2))
+    assert samples[2] == depth.Sample(rate=20 / (3 + 4), depth=(1 + 2) / 2, control=1 / (3 + 4), policy=0.5 / (3 + 4))
     led.clear()
     depth.measure_cell(engine, cell, batches[:1], max_tokens=8, explore=2, rounds=3)
     assert led[2:] == [0, 1, 0, 1, 0], "two to warm up; then of three, of two"
@@ -264,7 +264,7 @@ def _cell(streams: int, **rates: tuple[list[float], list[float]]) -> depth.Cell:
     runs = {}
     for key, (explored, compared) in rates.items():
         name = key.removeprefix("d")
-        samples = [[depth.Sample(rate, 0.0, 0.0) for rate in kind] for kind in (explored, compared)]
+        samples = [[depth.Sample(rate, 0.0, 0.0, 0.0) for rate in kind] for kind in (explored, compared)]
         control = SpeculationControl(FixedDepth(0))
         runs[name] = depth.Run(setting.Setting(name, SpeculationParams()), control, *samples)
     return depth.Cell(streams, runs)

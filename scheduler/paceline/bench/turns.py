@@ -17,6 +17,8 @@ from unittest.mock import patch
 
 from paceline.bench.setting import steered
 from paceline.core.config import PrefixScope
+from paceline.core.depth import Chosen, Decision, DepthCandidate, Outcome, StepLoad
+from paceline.core.depth_policy import DepthPolicy
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.request import Request
 from paceline.core.speculation import SpeculationControl
@@ -32,13 +34,15 @@ class Served(NamedTuple):
     """A batch while it was whole: from the last first token to the first end of any setting's stream.
 
     Attributes:
-        control_seconds: of `seconds`, those for planning and booking.
+        control_seconds: of `seconds`, those for planning and booking; detokenizing is among them.
+        policy_seconds: of those, what it took to choose depths and to learn from what came of them.
         counts: what speculation brought, from the start of each stream.
     """
 
     tokens: int
     seconds: float
     control_seconds: float
+    policy_seconds: float
     counts: SpeculationCounts
 
 
@@ -49,7 +53,7 @@ class Lane:
         control, bounds: of the setting.
 
     Attributes:
-        tokens, seconds, control_seconds: since the last first token.
+        tokens, seconds, control_seconds, policy_seconds: since the last first token.
     """
 
     def __init__(self, engine: Engine, control: SpeculationControl, bounds: SpeculationParams) -> None:
@@ -61,6 +65,7 @@ class Lane:
         self.tokens = 0
         self.seconds = 0.0
         self.control_seconds = 0.0
+        self.policy_seconds = 0.0
 
     def start(self, batch: Sequence[Stream], stop: StopParams) -> None:
         """Serve the batch until all have their first token."""
@@ -74,24 +79,30 @@ class Lane:
 
     def step(self, watch: Watch) -> bool:
         """One step of the batch. Whether it is whole afterwards."""
-        before, began = watch.seconds, time.perf_counter()
-        outputs = self._step()
+        control, policy, began = watch.control, watch.policy, time.perf_counter()
+        outputs = self._step(watch)
         self.seconds += time.perf_counter() - began
-        self.control_seconds += watch.seconds - before
+        self.control_seconds += watch.control - control
+        self.policy_seconds += watch.policy - policy
         self.tokens += sum(len(output.token_ids) for output in outputs)
         whole = all(output.finish is None for output in outputs)
         assert not whole or len(self._running) == len(self._requests), "room was made for all before"
         return whole
 
-    def _step(self) -> list[Output]:
+    def _step(self, watch: Watch) -> list[Output]:
+        policy = self._control.policy
         with self._on_track():
-            return self._engine.step()
+            self._control.policy = TimedPolicy(policy, watch)
+            try:
+                return self._engine.step()
+            finally:
+                self._control.policy = policy
 
     def served(self) -> Served:
         counts = SpeculationCounts()
         for request in self._requests:
             counts.add(request.counts)
-        return Served(self.tokens, self.seconds, self.control_seconds, counts)
+        return Served(self.tokens, self.seconds, self.control_seconds, self.policy_seconds, counts)
 
     def end(self) -> None:
         with self._on_track():
@@ -165,7 +176,15 @@ def check_room(engine: Engine, prompts: Sequence[int], lanes: int, max_tokens: i
 
 @dataclass(slots=True)
 class Watch:
-    seconds: float = 0.0
+    """Adds up seconds.
+
+    Attributes:
+        control: for planning and booking, control of speculation among the rest, which may be compiled.
+        policy: for choosing depths and learning from outcomes alone.
+    """
+
+    control: float = 0.0
+    policy: float = 0.0
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -173,14 +192,50 @@ class Watch:
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - began
+                self.control += time.perf_counter() - began
 
         return call
 
 
+class TimedPolicy(DepthPolicy):
+    """Another policy, with a watch on it."""
+
+    def __init__(self, policy: DepthPolicy, watch: Watch) -> None:
+        self._policy = policy
+        self._watch = watch
+
+    @property
+    def decision(self) -> Decision | None:
+        return self._policy.decision
+
+    def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
+        with self._timed():
+            return self._policy.choose(candidates, load, slot_price=slot_price)
+
+    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> dict[int, Chosen] | None:
+        with self._timed():
+            return self._policy.standing(load, slot_price=slot_price)
+
+    def join(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
+        with self._timed():
+            return self._policy.join(candidates, load, slot_price=slot_price)
+
+    def observe(self, outcome: Outcome) -> None:
+        with self._timed():
+            self._policy.observe(outcome)
+
+    def forget(self, request_id: int) -> None:
+        self._policy.forget(request_id)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._watch.policy += time.perf_counter() - began
+
+
 @contextmanager
 def stopwatch(engine: Engine) -> Iterator[Watch]:
-    """Adds up what planning and booking take, control of speculation among the rest, which may be compiled."""
     watch = Watch()
     with patch.multiple(engine, plan=watch.timed(engine.plan), finish=watch.timed(engine.finish)):
         yield watch

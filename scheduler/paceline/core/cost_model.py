@@ -125,11 +125,11 @@ class CostModel:
             _check_table("sequences", sequences, values)
         for name, value in (("context", per_context), ("draft row", per_draft_row), ("sequence", per_sequence)):
             _check_seconds(name, value)
-        self._rows = np.array(rows, dtype=np.int64)
+        self._rows = list(rows)
         # Of the first bucket, and by how much each one exceeds the one before: more rows never cost less.
-        heights = np.maximum.accumulate(np.array(seconds, dtype=np.float64))
-        self._first_bucket = float(heights[0])
-        self._rises = np.diff(heights)
+        heights = [float(height) for height in itertools.accumulate(seconds, max)]
+        self._first_bucket = heights[0]
+        self._rises = [after - before for before, after in itertools.pairwise(heights)]
         self._last_error: tuple[int, float] | None = None  # rows of the last observed step, and its relative error
         self._per_context = float(per_context)
         self._per_sequence = float(per_sequence)
@@ -236,7 +236,8 @@ class CostModel:
         of_sequences = self._per_sequence * shape.sequences / predicted
         step = GAIN * error / (of_first**2 + of_rise**2 + of_context**2 + of_sequences**2)
         self._first_bucket *= 1.0 + step * of_first
-        self._rises *= 1.0 + step * of_rise
+        rise_factor = 1.0 + step * of_rise
+        self._rises = [rise * rise_factor for rise in self._rises]
         self._per_context *= 1.0 + step * of_context
         self._per_sequence *= 1.0 + step * of_sequences
         if self._last_error is not None and self._last_error[0] != shape.rows:
@@ -251,13 +252,19 @@ class CostModel:
         """
         (fewer, error_of_fewer), (more, error_of_more) = sorted((before, now))
         error = min(max(error_of_more - error_of_fewer, -LARGEST_RISE_ERROR), LARGEST_RISE_ERROR) * predicted
-        # Of the rises between the buckets, how much lies between the two steps; the last one goes on behind its bucket.
-        ends = np.append(self._rows[1:-1], max(more, self._rows[-1]))
-        widths = np.diff(self._rows)
-        between = np.maximum(np.minimum(ends, more) - np.maximum(self._rows[:-1], fewer), 0) / widths
-        gains = (self._rises + FLAT_SHARE * predicted / more * widths) * between
-        if total := float(gains.sum()):
-            self._rises = np.maximum(self._rises + RISE_GAIN * error / total * gains, 0.0)
+        flat = FLAT_SHARE * predicted / more
+        gains: list[tuple[int, float]] = []
+        total = 0.0
+        for index, rise in enumerate(self._rises):
+            start, end = self._rows[index], self._rows[index + 1]
+            last = more if index + 1 == len(self._rises) else end  # the last rise goes on behind its bucket
+            between = min(last, more) - max(start, fewer)
+            if between > 0:
+                gain = (rise / (end - start) + flat) * between
+                gains.append((index, gain))
+                total += gain
+        for index, gain in gains:
+            self._rises[index] = max(self._rises[index] + RISE_GAIN * error * gain / total, 0.0)
 
     def _correct_draft(self, shape: StepShape, observed: float) -> None:
         error = self._draft_outliers.error(observed, self._drafting(shape))
@@ -270,21 +277,21 @@ class CostModel:
 
     def _build(self) -> None:
         """Renew the curves. Measured or corrected, more never costs less."""
-        self._target = _Curve(self._rows, self._seconds())
+        self._target = _Curve(np.array(self._rows, dtype=np.int64), self._seconds())
         # No sequences cost nothing, which is no bucket to interpolate from: one sequence costs a whole pass.
         self._pass = _Curve(self._sequences, self._pass_seconds, at_zero=0.0)
         self._first_pass = _Curve(self._sequences, self._first_seconds, at_zero=0.0)
 
     def _seconds(self) -> Array:
         """At the buckets of rows."""
-        return self._first_bucket + np.concatenate([[0.0], np.cumsum(self._rises)])
+        return np.cumsum([self._first_bucket, *self._rises])
 
     # -- storage ------------------------------------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types; corrections are in the tables, errors are left out."""
         return {
-            "rows": self._rows.tolist(),
+            "rows": list(self._rows),
             "seconds": self._seconds().tolist(),
             "per_context": self._per_context,
             "sequences": self._sequences.tolist(),
@@ -304,6 +311,8 @@ class CostModel:
         for name in tables:
             if not isinstance(data[name], list):
                 raise ValueError(f"{name}: a list is needed, not {data[name]!r}")
+        for name in names - tables:
+            _check_seconds(name, data[name])
         return cls(**data)
 
 
@@ -399,7 +408,7 @@ def _rounded(count: int) -> int:
     return count >> drop << drop
 
 
-def _check_table(name: str, buckets: Sequence[int], seconds: Sequence[float]) -> None:
+def _check_table(name: str, buckets: Sequence[Any], seconds: Sequence[Any]) -> None:
     if len(buckets) != len(seconds):
         raise ValueError(f"{name}: {len(buckets)} buckets, {len(seconds)} values")
     if any(type(bucket) is not int or not 1 <= bucket <= LARGEST_BUCKET for bucket in buckets):
@@ -410,7 +419,8 @@ def _check_table(name: str, buckets: Sequence[int], seconds: Sequence[float]) ->
         _check_seconds(name, value)
 
 
-def _check_seconds(name: str, value: float) -> None:
+def _check_seconds(name: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # So written, the comparison refuses what is not a number, too.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST:
+    if not number or not 0 <= value <= LONGEST:
         raise ValueError(f"{name}: seconds are finite and >= 0, not {value!r}")
