@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from paceline_kernels.cpu.build import cache_folder
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # of the file and of what is measured
+FORMAT = 3  # of the file and of what is measured
+MOST_KEPT = 64  # files; a few kilobytes each
 
 
 def key_of(
@@ -80,16 +82,21 @@ def load(key: str) -> CostModel | None:
         return None
     path = folder / _file(key)
     try:
-        return _read(json.loads(path.read_bytes()), key)
+        model = _read(json.loads(path.read_bytes()), key)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         logger.warning("costs are measured again, %s is of no use: %s", path, error)
         return None
+    with suppress(OSError):
+        path.touch()  # those that were used last are kept
+    return model
 
 
 def save(key: str, model: CostModel) -> None:
-    """Keep a model under a key, in place of another. Where that is impossible there is a warning."""
+    """Keep a model under a key, in place of another, and of the rest those that were used last. Where that cannot be
+    done there is a warning.
+    """
     folder = cache_folder()
     try:
         if folder is None:
@@ -97,8 +104,19 @@ def save(key: str, model: CostModel) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with whole_file(folder / _file(key)) as file:
             file.write(json.dumps({"key": key, "costs": model.as_dict()}).encode())
+        for path in _oldest(folder):
+            path.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("measured costs cannot be kept, every start measures anew: %s", error)
+
+
+def _oldest(folder: Path) -> list[Path]:
+    """All but the `MOST_KEPT` that were used last: of checkpoints and limits that were tried once."""
+    saved: list[tuple[float, Path]] = []
+    for path in folder.glob(_file("*")):
+        with suppress(FileNotFoundError):  # another process tidies up, too
+            saved.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(saved)[:-MOST_KEPT]]
 
 
 def _file(key: str) -> str:

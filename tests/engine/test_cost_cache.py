@@ -46,6 +46,18 @@ def test_a_newer_model_takes_the_place_of_an_older() -> None:
     assert found.target(1, 0) == 0.5
 
 
+def test_those_that_were_used_last_are_kept(cache: Path) -> None:
+    keys = [f"{number:064x}"[::-1] for number in range(cost_cache.MOST_KEPT + 1)]
+    for age, key in enumerate(keys[:-1]):
+        cost_cache.save(key, COSTS)
+        os.utime(cache / f"costs-{key[:16]}.json", (1000 + age, 1000 + age))
+    (cache / "decoder.so").touch()
+    assert cost_cache.load(keys[0]) is not None
+    cost_cache.save(keys[-1], COSTS)
+    assert [key for key in keys if cost_cache.load(key) is None] == [keys[1]]
+    assert (cache / "decoder.so").exists()
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -26,7 +26,8 @@ Array = npt.NDArray[np.float64]
 
 # Kernels take some rows at once, and the next one costs more than those behind it: few rows have a bucket each, and so
 # has the next one behind the first blocks of 16.
-ROW_BUCKETS = (*range(1, 18), 24, 32, 33, 48, 49, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+ROW_BUCKETS = (*range(1, 18), 24, 32, 33, 48, 49, 64, 65, 80, 81, 96, 97, 128,
+               192, 256, 384, 512, 768, 1024, 1536, 2048)  # fmt: skip
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 LARGEST_BUCKET = 1 << 20  # every count up to the last bucket has a place in memory

@@ -20,6 +20,7 @@ from paceline.core.params import SamplingParams, SequenceParams, Verification
 from paceline.core.plan import Admission, SequenceWork, StepPlan, StepResult, StepRunner
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # the first measures each shape twice, the others once, or short ones alone
+FIRST_BLOCKS = 64  # rows, behind which stairs are measured before all counts between
 LONGEST_STEP = 0.06  # of the time for all; what would take longer is extrapolated
 SHORT_STEPS = 2.0  # times the shortest: in those, drafts are a large share, and every per cent counts
 MOST_DRAFTED_ROWS = 512  # that steps with drafts have, up to which every bucket is measured
@@ -132,10 +133,11 @@ def _shapes(config: SchedulerConfig, draft: bool) -> Iterator[tuple[_Shape, bool
     *buckets, largest = buckets_up_to(config.max_num_batched_tokens, ROW_BUCKETS)
     buckets = [count for count in buckets if count <= MOST_DRAFTED_ROWS]
     # Powers of two first, by the 0 before them: decodes have the same, and the two tell rows from sequences. Then what
-    # comes behind a block of 16, where the highest stairs may be; the last of the others may not fit in.
+    # comes behind the first blocks of 16, where the highest stairs may be; the last of the others may not fit in.
     coarse = [count for count in buckets if _odd_part(count) <= 3]
     rows = [count for count in _coarse_first([0, *coarse, largest]) if count > 1]
-    rows += sorted([count for count in buckets if _odd_part(count) > 3], key=lambda count: (count % 16 != 1, count))
+    others = [count for count in buckets if _odd_part(count) > 3]
+    rows += sorted(others, key=lambda count: (count % 16 != 1 or count > FIRST_BLOCKS, count))
     short = _short(config)
     long = min(LONG, config.max_model_len - 1)
     kinds: list[list[_Shape]] = [
