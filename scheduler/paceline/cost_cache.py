@@ -104,17 +104,19 @@ def save(key: str, model: CostModel) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with whole_file(folder / _file(key)) as file:
             file.write(json.dumps({"key": key, "costs": model.as_dict()}).encode())
-        for path in _oldest(folder):
-            path.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("measured costs cannot be kept, every start measures anew: %s", error)
+        return
+    for path in _oldest(folder):
+        with suppress(OSError):
+            path.unlink()
 
 
 def _oldest(folder: Path) -> list[Path]:
     """All but the `MOST_KEPT` that were used last: of checkpoints and limits that were tried once."""
     saved: list[tuple[float, Path]] = []
     for path in folder.glob(_file("*")):
-        with suppress(FileNotFoundError):  # another process tidies up, too
+        with suppress(OSError):  # another process tidies up, too
             saved.append((path.stat().st_mtime, path))
     return [path for _, path in sorted(saved)[:-MOST_KEPT]]
 

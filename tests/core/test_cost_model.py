@@ -213,6 +213,21 @@ def test_a_stair_that_is_higher_than_measured_leaves_what_is_flat_before_it() ->
     assert costs.target(40, 0) - costs.target(33, 0) < 0.0003
 
 
+@pytest.mark.parametrize(
+    ("buckets", "steps"), [((1, 256, 512), (512, 2048)), ((1, 24, 48), (32, 200)), ((1, 8, 16), (16, 512))]
+)
+def test_behind_the_last_bucket_a_difference_is_learned_as_little_at_a_time(
+    buckets: tuple[int, ...], steps: tuple[int, int]
+) -> None:
+    """There a small change of the last rise is a large one of the step."""
+    costs, choose = CostModel(buckets, [uneven(count) for count in buckets]), random.Random(0)
+    for step in range(4000):
+        rows = steps[step % 2]
+        costs.observe(StepShape(rows, 0), 0.0, uneven(rows) * choose.lognormvariate(0.0, 0.02))
+        if step > 100:
+            assert costs.target(rows, 0) == pytest.approx(uneven(rows), rel=0.05)
+
+
 def test_rows_that_cost_nothing_learn_what_they_cost() -> None:
     costs = CostModel.from_functions(lambda rows: 0.024)
     for _ in range(1000):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from paceline.bench import depth, setting, synthetic, trim, turns
 from paceline.cli import app
+from paceline.core import cost_model
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import FixedDepth
@@ -166,7 +167,8 @@ def test_depth_compares_auto_with_everything_else(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At prices that stay: a row lengthens a step by two fifths, so that trimming has something to trim."""
-    monkeypatch.setattr(CostModel, "observe", lambda *args: None)
+    for gain in ("GAIN", "RISE_GAIN"):
+        monkeypatch.setattr(cost_model, gain, 0.0)
     engine = _engine(pair)
     costs = CostModel.from_functions(lambda rows: 0.01 * (1 + 0.4 * rows), lambda count: 1e-4)
     policy = AdaptiveDepth(costs, max_depth=engine.scheduler.config.max_depth)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,6 +41,7 @@ class FormulaRunner:
         noise: factor on each step's times.
         ngram: whether an n-gram has anything to propose.
         slowness: factor on all times.
+        setup: seconds more that the first step of each shape takes.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class FormulaRunner:
         ngram: bool = True,
         slowness: float = 1.0,
         config: SchedulerConfig = CONFIG,
+        setup: float = 0.1,
     ) -> None:
         self.clock = clock
         self.noise = noise
@@ -55,7 +59,9 @@ class FormulaRunner:
         self.slowness = slowness
         self.config = config
         self.sequences: dict[int, Sequence] = {}
+        self.setup = setup
         self.shapes: set[tuple[int, int, int]] = set()
+        self.num_steps = Counter[int]()  # by rows
         self.most_rows = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -88,6 +94,7 @@ class FormulaRunner:
         assert len(tables) == len(set(tables))
         assert all(block < self.config.num_blocks for block in tables)
         self.most_rows = max(self.most_rows, rows)
+        self.num_steps[rows] += 1
         times = self._times(rows, context, len(plan.work), depths, ahead)
         self.clock.advance(times.total)
         return StepResult(plan.step_id, tuple(results), times)
@@ -95,7 +102,7 @@ class FormulaRunner:
     def _times(self, rows: int, context: int, sequences: int, depths: list[int], ahead: int) -> StepTimes:
         factor = self.noise() * self.slowness
         shape = rows, context, max(depths, default=0)
-        setup = 0.0 if shape in self.shapes else 0.1
+        setup = 0.0 if shape in self.shapes else self.setup
         self.shapes.add(shape)
         draft = BEFORE
         if depths:
@@ -208,6 +215,40 @@ def test_stairs_behind_blocks_of_16_rows_are_found_where_time_is_short(monkeypat
     costs = profile(FormulaRunner(clock), CONFIG, draft=True, seconds=14.0, clock=clock)
     for row, stair in stairs.items():
         assert costs.target(row, 0) - costs.target(row - 1, 0) == pytest.approx(stair, rel=0.2)
+
+
+def test_where_time_is_shorter_still_the_first_stairs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before counts between them, and those before stairs that are farther behind."""
+    stairs = {17: 0.006, 33: 0.010, 49: 0.013}
+    monkeypatch.setitem(
+        globals(), "target", lambda rows: 0.06 + 1e-4 * rows + sum(s for row, s in stairs.items() if rows >= row)
+    )
+    clock = VirtualClock()
+    runner = FormulaRunner(clock, setup=0.0)
+    costs = profile(runner, CONFIG, draft=True, seconds=14.0, clock=clock)
+    for row, stair in stairs.items():
+        assert costs.target(row, 0) - costs.target(row - 1, 0) == pytest.approx(stair, rel=0.2)
+    assert {5, 7, 9} <= runner.num_steps.keys()
+    assert not {15, 65, 97} & runner.num_steps.keys()
+
+
+def test_short_steps_are_measured_oftener_than_long_ones_where_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "target", lambda rows: 0.02 + 4e-4 * rows)
+    clock = VirtualClock()
+    runner = FormulaRunner(clock, setup=0.0)
+    profile(runner, CONFIG, draft=False, seconds=16.0, clock=clock)
+    assert runner.num_steps[12] > 2 == runner.num_steps[512]
+
+
+@pytest.mark.parametrize("per_row", [6e-4, 1.5e-3, 3e-3])
+def test_no_step_is_long_that_can_be_done_without(monkeypatch: pytest.MonkeyPatch, per_row: float) -> None:
+    monkeypatch.setitem(globals(), "target", lambda rows: 0.02 + per_row * rows)
+    clock = VirtualClock()
+    runner = FormulaRunner(clock, setup=0.0)
+    costs = profile(runner, replace(CONFIG, max_num_batched_tokens=2048), draft=True, seconds=16.0, clock=clock)
+    assert clock() <= 16.5
+    assert target(max(runner.num_steps)) <= 1.0
+    assert costs.target(2048, 0) == pytest.approx(target(2048), rel=0.1), "as a line goes on"
 
 
 def test_without_a_draft_model() -> None:

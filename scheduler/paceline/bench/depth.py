@@ -68,7 +68,7 @@ class Sample:
         rate: tokens per second of decode alone.
         depth: drafts per verify step.
         control: share of the time that went into planning and booking.
-        policy: share of the time that went into choosing depths and learning from outcomes; it is part of `control`.
+        policy: share of the time that the policy took, a part of `control`; see `Served`.
     """
 
     rate: float

@@ -35,7 +35,8 @@ class Served(NamedTuple):
 
     Attributes:
         control_seconds: of `seconds`, those for planning and booking; detokenizing is among them.
-        policy_seconds: of those, what it took to choose depths and to learn from what came of them.
+        policy_seconds: of those, what the policy took to choose depths, and to follow what time earns. What it chooses
+            among is put together before, and acceptance and prices are learned beside it: they are not in it.
         counts: what speculation brought, from the start of each stream.
     """
 
@@ -180,7 +181,7 @@ class Watch:
 
     Attributes:
         control: for planning and booking, control of speculation among the rest, which may be compiled.
-        policy: for choosing depths and learning from outcomes alone.
+        policy: for the policy alone, as in `Served`.
     """
 
     control: float = 0.0

@@ -263,7 +263,7 @@ class CostModel:
             if between > 0:
                 gain = (rise / (end - start) + flat) * between
                 gains.append((index, gain))
-                total += gain
+                total += gain * max(1.0, between / (end - start))
         for index, gain in gains:
             self._rises[index] = max(self._rises[index] + RISE_GAIN * error * gain / total, 0.0)
 

@@ -20,7 +20,7 @@ from paceline.core.params import SamplingParams, SequenceParams, Verification
 from paceline.core.plan import Admission, SequenceWork, StepPlan, StepResult, StepRunner
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # the first measures each shape twice, the others once, or short ones alone
-FIRST_BLOCKS = 64  # rows, behind which stairs are measured before all counts between
+FIRST_BLOCKS = 64  # rows up to which stairs are measured before counts between them; others come last
 LONGEST_STEP = 0.06  # of the time for all; what would take longer is extrapolated
 SHORT_STEPS = 2.0  # times the shortest: in those, drafts are a large share, and every per cent counts
 MOST_DRAFTED_ROWS = 512  # that steps with drafts have, up to which every bucket is measured
@@ -143,7 +143,11 @@ def _shapes(config: SchedulerConfig, draft: bool) -> Iterator[tuple[_Shape, bool
     kinds: list[list[_Shape]] = [
         [_Shape(count, short) for count in sequences],
         [_rows_shape(count, short, config) for count in rows],
-        [_Shape(count, long) for count in sorted({1, -(-config.max_num_seqs // 4)})],
+        # Of counts that are measured with a short context, too.
+        [
+            _Shape(count, long)
+            for count in sorted({1, max(n for n in sequences if 4 * n <= max(4, config.max_num_seqs))})
+        ],
     ]
     if draft and config.max_depth > 0:
         # Drafting has no term for context, so it is measured at a usual one.
@@ -259,14 +263,19 @@ class _Bench:
         return [shape for shape in self._results if self._expected(shape) <= SHORT_STEPS * shortest]
 
     def _expected(self, shape: _Shape) -> float:
-        """Seconds of one step, at most: as the shortest one that is no smaller, or in proportion to the largest."""
+        """Seconds of one step, at most: as the shortest one that is no smaller, or in proportion to one that is."""
         taken = {known: min(result.times.total for result in results) for known, results in self._results.items()}
         if no_smaller := [
             seconds for known, seconds in taken.items() if known.rows >= shape.rows and known.reads >= shape.reads
         ]:
             return min(no_smaller)
-        largest = max(taken, key=lambda known: known.reads, default=None)
-        return 0.0 if largest is None else taken[largest] * shape.reads / largest.reads
+        return min(
+            [
+                seconds * max(1.0, shape.rows / known.rows, shape.reads / known.reads)
+                for known, seconds in taken.items()
+            ],
+            default=0.0,
+        )
 
     def _execute(self, shape: _Shape) -> StepResult:
         """One step of sequences that begin with it: what they emitted before does not matter, nor how long they are."""
@@ -348,14 +357,18 @@ def _fit(samples: Sequence[_Sample], config: SchedulerConfig) -> CostModel:
 
 
 def _per_context(samples: Sequence[_Sample]) -> float:
-    """Seconds per token: by decodes of equally many sequences, of short and of long context."""
+    """Seconds per token: by decodes of equally many sequences, of short and of long context. By least squares, so that
+    those that differ most count most.
+    """
     decodes = [sample for sample in samples if sample.shape.decodes]
-    slopes = [
-        (far.target - near.target) / (far.shape.reads - near.shape.reads)
+    pairs = [
+        (far.shape.reads - near.shape.reads, far.target - near.target)
         for near, far in itertools.permutations(decodes, 2)
         if near.rows == far.rows and near.shape.reads < far.shape.reads
     ]
-    return max(0.0, median(slopes)) if slopes else 0.0
+    if not pairs:
+        return 0.0
+    return max(0.0, sum(reads * seconds for reads, seconds in pairs) / sum(reads**2 for reads, _ in pairs))
 
 
 def _per_sequence(samples: Sequence[_Sample], per_context: float) -> float:
