@@ -62,7 +62,6 @@ class FormulaRunner:
         self.setup = setup
         self.shapes: set[tuple[int, int, int]] = set()
         self.num_steps = Counter[int]()  # by rows
-        self.most_rows = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         for request_id in plan.released:
@@ -93,7 +92,6 @@ class FormulaRunner:
             results.append(SequenceResult(work.request_id, (1,), drafts))
         assert len(tables) == len(set(tables))
         assert all(block < self.config.num_blocks for block in tables)
-        self.most_rows = max(self.most_rows, rows)
         self.num_steps[rows] += 1
         times = self._times(rows, context, len(plan.work), depths, ahead)
         self.clock.advance(times.total)
@@ -202,15 +200,18 @@ def test_time_is_kept_and_what_is_not_measured_is_extrapolated(slowness: float) 
     assert costs.target(1024, 0) > 2 * costs.target(24, 0)
     assert costs.draft_passes(1)[1] == pytest.approx(slowness * later_pass(1), rel=0.1)
     if slowness == 200.0:
-        assert runner.most_rows < 1024
+        assert max(runner.num_steps) < 1024
+
+
+def with_stairs(seconds: float, per_row: float, stairs: dict[int, float]) -> Callable[[int], float]:
+    """As of a matrix unit."""
+    return lambda rows: seconds + per_row * rows + sum(height for row, height in stairs.items() if rows >= row)
 
 
 def test_stairs_behind_blocks_of_16_rows_are_found_where_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a matrix unit: before counts between them, for which it is too short."""
+    """Before counts between them, for which it is too short."""
     stairs = {17: 0.0034, 33: 0.0057, 49: 0.0076}
-    monkeypatch.setitem(
-        globals(), "target", lambda rows: 0.034 + 6e-5 * rows + sum(s for row, s in stairs.items() if rows >= row)
-    )
+    monkeypatch.setitem(globals(), "target", with_stairs(0.034, 6e-5, stairs))
     clock = VirtualClock()
     costs = profile(FormulaRunner(clock), CONFIG, draft=True, seconds=14.0, clock=clock)
     for row, stair in stairs.items():
@@ -220,9 +221,7 @@ def test_stairs_behind_blocks_of_16_rows_are_found_where_time_is_short(monkeypat
 def test_where_time_is_shorter_still_the_first_stairs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before counts between them, and those before stairs that are farther behind."""
     stairs = {17: 0.006, 33: 0.010, 49: 0.013}
-    monkeypatch.setitem(
-        globals(), "target", lambda rows: 0.06 + 1e-4 * rows + sum(s for row, s in stairs.items() if rows >= row)
-    )
+    monkeypatch.setitem(globals(), "target", with_stairs(0.06, 1e-4, stairs))
     clock = VirtualClock()
     runner = FormulaRunner(clock, setup=0.0)
     costs = profile(runner, CONFIG, draft=True, seconds=14.0, clock=clock)
@@ -233,7 +232,7 @@ def test_where_time_is_shorter_still_the_first_stairs_are_found(monkeypatch: pyt
 
 
 def test_short_steps_are_measured_oftener_than_long_ones_where_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "target", lambda rows: 0.02 + 4e-4 * rows)
+    monkeypatch.setitem(globals(), "target", with_stairs(0.02, 4e-4, {}))
     clock = VirtualClock()
     runner = FormulaRunner(clock, setup=0.0)
     profile(runner, CONFIG, draft=False, seconds=16.0, clock=clock)
@@ -242,7 +241,7 @@ def test_short_steps_are_measured_oftener_than_long_ones_where_time_is_short(mon
 
 @pytest.mark.parametrize("per_row", [6e-4, 1.5e-3, 3e-3])
 def test_no_step_is_long_that_can_be_done_without(monkeypatch: pytest.MonkeyPatch, per_row: float) -> None:
-    monkeypatch.setitem(globals(), "target", lambda rows: 0.02 + per_row * rows)
+    monkeypatch.setitem(globals(), "target", with_stairs(0.02, per_row, {}))
     clock = VirtualClock()
     runner = FormulaRunner(clock, setup=0.0)
     costs = profile(runner, replace(CONFIG, max_num_batched_tokens=2048), draft=True, seconds=16.0, clock=clock)
@@ -273,6 +272,6 @@ def test_limits_are_kept(config: SchedulerConfig) -> None:
     clock = VirtualClock()
     runner = FormulaRunner(clock, config=config)
     costs = profile(runner, config, draft=True, seconds=60.0, clock=clock)
-    assert runner.most_rows <= config.max_num_batched_tokens
+    assert max(runner.num_steps) <= config.max_num_batched_tokens
     assert costs.target(1, 0, 1) == pytest.approx(target(1) + PER_SEQUENCE, rel=0.05)
     assert (costs.draft_passes(1)[1] > 0) == (config.max_depth > 0)

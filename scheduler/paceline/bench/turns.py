@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 from unittest.mock import patch
 
 from paceline.bench.setting import steered
@@ -80,11 +80,11 @@ class Lane:
 
     def step(self, watch: Watch) -> bool:
         """One step of the batch. Whether it is whole afterwards."""
-        control, policy, began = watch.control, watch.policy, time.perf_counter()
+        control, policy, began = watch.control.seconds, watch.policy.seconds, time.perf_counter()
         outputs = self._step(watch)
         self.seconds += time.perf_counter() - began
-        self.control_seconds += watch.control - control
-        self.policy_seconds += watch.policy - policy
+        self.control_seconds += watch.control.seconds - control
+        self.policy_seconds += watch.policy.seconds - policy
         self.tokens += sum(len(output.token_ids) for output in outputs)
         whole = all(output.finish is None for output in outputs)
         assert not whole or len(self._running) == len(self._requests), "room was made for all before"
@@ -93,7 +93,7 @@ class Lane:
     def _step(self, watch: Watch) -> list[Output]:
         policy = self._control.policy
         with self._on_track():
-            self._control.policy = TimedPolicy(policy, watch)
+            self._control.policy = TimedPolicy(policy, watch.policy)
             try:
                 return self._engine.step()
             finally:
@@ -176,67 +176,64 @@ def check_room(engine: Engine, prompts: Sequence[int], lanes: int, max_tokens: i
 
 
 @dataclass(slots=True)
-class Watch:
-    """Adds up seconds.
+class Timer:
+    seconds: float = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+class Watch(NamedTuple):
+    """What adds up the parts of a step.
 
     Attributes:
-        control: for planning and booking, control of speculation among the rest, which may be compiled.
-        policy: for the policy alone, as in `Served`.
+        control: planning and booking, control of speculation among the rest, which may be compiled.
+        policy: the policy alone, as in `Served`.
     """
 
-    control: float = 0.0
-    policy: float = 0.0
-
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.control += time.perf_counter() - began
-
-        return call
+    control: Timer
+    policy: Timer
 
 
 class TimedPolicy(DepthPolicy):
-    """Another policy, with a watch on it."""
+    """Another policy, timed."""
 
-    def __init__(self, policy: DepthPolicy, watch: Watch) -> None:
+    def __init__(self, policy: DepthPolicy, timer: Timer) -> None:
         self._policy = policy
-        self._watch = watch
+        self._timer = timer
 
     @property
     def decision(self) -> Decision | None:
         return self._policy.decision
 
     def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
-        with self._timed():
+        with self._timer.running():
             return self._policy.choose(candidates, load, slot_price=slot_price)
 
     def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> dict[int, Chosen] | None:
-        with self._timed():
+        with self._timer.running():
             return self._policy.standing(load, slot_price=slot_price)
 
     def join(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
-        with self._timed():
+        with self._timer.running():
             return self._policy.join(candidates, load, slot_price=slot_price)
 
     def observe(self, outcome: Outcome) -> None:
-        with self._timed():
+        with self._timer.running():
             self._policy.observe(outcome)
 
     def forget(self, request_id: int) -> None:
         self._policy.forget(request_id)
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._watch.policy += time.perf_counter() - began
-
 
 @contextmanager
 def stopwatch(engine: Engine) -> Iterator[Watch]:
-    watch = Watch()
-    with patch.multiple(engine, plan=watch.timed(engine.plan), finish=watch.timed(engine.finish)):
+    watch = Watch(Timer(), Timer())
+    timed = watch.control.running()
+    with patch.multiple(engine, plan=timed(engine.plan), finish=timed(engine.finish)):
         yield watch

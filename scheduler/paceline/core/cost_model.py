@@ -134,7 +134,7 @@ class CostModel:
         self._last_error: tuple[int, float] | None = None  # rows of the last observed step, and its relative error
         self._per_context = float(per_context)
         self._per_sequence = float(per_sequence)
-        self._sequences = np.array(sequences, dtype=np.int64)
+        self._sequences = list(sequences)
         self._pass_seconds = np.array(pass_seconds, dtype=np.float64)
         self._first_seconds = np.array(first_seconds, dtype=np.float64)
         self._per_draft_row = float(per_draft_row)
@@ -278,7 +278,7 @@ class CostModel:
 
     def _build(self) -> None:
         """Renew the curves. Measured or corrected, more never costs less."""
-        self._target = _Curve(np.array(self._rows, dtype=np.int64), self._seconds())
+        self._target = _Curve(self._rows, self._seconds())
         # No sequences cost nothing, which is no bucket to interpolate from: one sequence costs a whole pass.
         self._pass = _Curve(self._sequences, self._pass_seconds, at_zero=0.0)
         self._first_pass = _Curve(self._sequences, self._first_seconds, at_zero=0.0)
@@ -295,7 +295,7 @@ class CostModel:
             "rows": list(self._rows),
             "seconds": self._seconds().tolist(),
             "per_context": self._per_context,
-            "sequences": self._sequences.tolist(),
+            "sequences": list(self._sequences),
             "pass_seconds": np.maximum.accumulate(self._pass_seconds).tolist(),
             "per_draft_row": self._per_draft_row,
             "per_sequence": self._per_sequence,
@@ -313,7 +313,7 @@ class CostModel:
             if not isinstance(data[name], list):
                 raise ValueError(f"{name}: a list is needed, not {data[name]!r}")
         for name in names - tables:
-            _check_seconds(name, data[name])
+            _check_seconds(name, data[name])  # compiled, the constructor would raise TypeError before it looks at them
         return cls(**data)
 
 
@@ -322,8 +322,8 @@ class _Curve:
 
     __slots__ = ("_slope", "_values")
 
-    def __init__(self, buckets: npt.NDArray[np.int64], seconds: Array, at_zero: float | None = None) -> None:
-        if not len(buckets):
+    def __init__(self, buckets: Sequence[int], seconds: Array, at_zero: float | None = None) -> None:
+        if not buckets:
             self._values, self._slope = np.zeros(1), 0.0
         else:
             heights = np.maximum.accumulate(seconds)

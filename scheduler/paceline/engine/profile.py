@@ -140,14 +140,11 @@ def _shapes(config: SchedulerConfig, draft: bool) -> Iterator[tuple[_Shape, bool
     rows += sorted(others, key=lambda count: (count % 16 != 1 or count > FIRST_BLOCKS, count))
     short = _short(config)
     long = min(LONG, config.max_model_len - 1)
+    many = max(count for count in sequences if 4 * count <= max(4, config.max_num_seqs))  # with a short context, too
     kinds: list[list[_Shape]] = [
         [_Shape(count, short) for count in sequences],
         [_rows_shape(count, short, config) for count in rows],
-        # Of counts that are measured with a short context, too.
-        [
-            _Shape(count, long)
-            for count in sorted({1, max(n for n in sequences if 4 * n <= max(4, config.max_num_seqs))})
-        ],
+        [_Shape(count, long) for count in sorted({1, many})],
     ]
     if draft and config.max_depth > 0:
         # Drafting has no term for context, so it is measured at a usual one.
@@ -259,8 +256,9 @@ class _Bench:
         return sum(map(self._expected, shapes))
 
     def _short_shapes(self) -> list[_Shape]:
-        shortest = min(map(self._expected, self._results), default=0.0)
-        return [shape for shape in self._results if self._expected(shape) <= SHORT_STEPS * shortest]
+        expected = {shape: self._expected(shape) for shape in self._results}
+        shortest = min(expected.values(), default=0.0)
+        return [shape for shape, seconds in expected.items() if seconds <= SHORT_STEPS * shortest]
 
     def _expected(self, shape: _Shape) -> float:
         """Seconds of one step, at most: as the shortest one that is no smaller, or in proportion to one that is."""
