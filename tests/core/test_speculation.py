@@ -335,12 +335,14 @@ def test_without_a_match_the_draft_model_drafts() -> None:
     while bench.scheduler.requests:
         has_match, has_room = request.match > 0, request.num_tokens + 1 < request.max_total_tokens
         [work] = bench.plan().work
+        method = work.method if work.num_drafts else Method.NONE  # as in a step that checks what drafts save
         bench.land()
         if has_room:  # for a draft
-            methods[has_match].append(work.method)
-        idle.append((work.method, request.steps_without_model))
+            methods[has_match].append(method)
+        idle.append((method, request.steps_without_model))
     late = {has_match: used[len(used) // 2 :] for has_match, used in methods.items()}
-    assert set(late[True]) == {Method.NGRAM}
+    assert set(late[True]) <= {Method.NGRAM, Method.NONE}
+    assert late[True].count(Method.NGRAM) > 0.9 * len(late[True])
     assert late[False].count(Method.DRAFT_MODEL) > 0.9 * len(late[False])
     assert all((steps == 0) == (method is Method.DRAFT_MODEL) for method, steps in idle[2:-1])
 

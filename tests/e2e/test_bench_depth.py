@@ -167,7 +167,7 @@ def test_depth_compares_auto_with_everything_else(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At prices that stay: a row lengthens a step by two fifths, so that trimming has something to trim."""
-    for gain in ("GAIN", "RISE_GAIN"):
+    for gain in ("GAIN", "FIRST_DOUBT"):
         monkeypatch.setattr(cost_model, gain, 0.0)
     engine = _engine(pair)
     costs = CostModel.from_functions(lambda rows: 0.01 * (1 + 0.4 * rows), lambda count: 1e-4)

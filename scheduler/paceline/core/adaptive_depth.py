@@ -52,7 +52,11 @@ MAX_PROBE_INTERVAL: Final = 512
 PROBE_SPREAD: Final = 317  # times the request's id, modulo its interval: neighbours far apart
 PROBE_STRETCH: Final = 0.25  # of a step: no probe joins where probes make it longer by more
 DEEPER_INTERVAL: Final = 32  # steps between probes one deeper than the batch
-PLAIN_INTERVAL: Final = 512  # steps with drafts, after which one without is taken: what is saved is told against those
+# Steps without drafts, by which what drafts save is told, and whether they save anything.
+PLAIN_SHARE: Final = 0.001  # of the time, the most that they may lose
+PLAIN_CREDIT: Final = 1.0  # steps' worth to begin with, and the most that is kept
+LEAST_PLAIN_INTERVAL: Final = 16  # steps from one to the next: often, where drafts bring little more than they cost
+PLAIN_INTERVAL: Final = 512  # whatever it loses
 
 
 class AdaptiveDepth:
@@ -70,7 +74,8 @@ class AdaptiveDepth:
     is idle and that do not copy when a decision is due, and one position more than anyone drafts, are probed now and
     then, for at most `PROBE_SHARE` of the time. That also pays for what requests lose that go on, not quite worth a
     draft, before their draft model falls behind.
-    The price of a step without drafts is probed too.
+    The price of a step without drafts is probed too, the oftener the less would be lost by it: where drafts hardly pay,
+    a small error about it is a loss in every step.
     """
 
     def __init__(self, costs: CostModel, *, max_depth: int = MAX_DEPTH) -> None:
@@ -96,6 +101,7 @@ class AdaptiveDepth:
         self._probe_seconds = 0.0  # saved, not yet spent
         self._deeper_at = 0
         self._plain_at = 0  # the last step without drafts
+        self._plain_seconds = 0.0  # saved for those, not yet spent
         self._num_probes = 0
         self._probe_intervals: dict[int, int] = {}  # of requests whose probes changed nothing so far
 
@@ -160,23 +166,36 @@ class AdaptiveDepth:
         if before is None:
             decodes = self.costs.target(load.sampling, load.context, load.sampling)  # whatever prompts stand beside
             self._probe_seconds = max(LEAST_CREDIT, PROBE_CREDIT / load.sampling) * decodes
-        if step.slots and self._checks_plain_step(candidates, load):
-            return [NOTHING] * len(candidates)
+            self._plain_seconds = PLAIN_CREDIT * decodes
+        passed = 1 if before is None else self._num_steps - before
         share = PROBE_SHARE * step.seconds
         if any([candidate.lowest < candidate.highest for candidate in candidates]):
-            self._probe_seconds += share * (1 if before is None else self._num_steps - before)
+            self._probe_seconds += share * passed
         self._probe_seconds = min(self._probe_seconds, PROBE_SAVINGS * share)
+        if step.slots and self._checks_plain_step(step, passed):
+            return [NOTHING] * len(candidates)
         self._go_on(step, slot_price / second)
         self._probe(step, slot_price / second)
         return step.chosen
 
-    def _checks_plain_step(self, candidates: Sequence[DepthCandidate], load: StepLoad) -> bool:
-        """It is time for a step without drafts, and this one can be it."""
-        return (
-            self._num_steps - self._plain_at >= PLAIN_INTERVAL
-            and load.rows == load.sampling
-            and not any([candidate.lowest for candidate in candidates])
-        )
+    def _checks_plain_step(self, step: _Step, passed: int) -> bool:
+        """It is time for a step without drafts, and this one can be it. Pays for it.
+
+        Args:
+            passed: steps since the last decision.
+        """
+        load = step.load
+        saved = self._plain_seconds + PLAIN_SHARE * step.seconds * passed
+        self._plain_seconds = min(saved, PLAIN_CREDIT * step.seconds)
+        if load.rows != load.sampling or any([candidate.lowest for candidate in step.candidates]):
+            return False
+        interval = self._num_steps - self._plain_at
+        plain = self.costs.target(load.sampling, load.context, load.sampling)
+        lost = max(plain - load.sampling * step.seconds / step.tokens, 0.0)  # the choice earns as much in less time
+        if interval < (LEAST_PLAIN_INTERVAL if lost <= self._plain_seconds else PLAIN_INTERVAL):
+            return False
+        self._plain_seconds = max(self._plain_seconds - lost, 0.0)
+        return True
 
     def observe(self, outcome: Outcome) -> None:
         """Move the price of time. A step without decodes says nothing of it."""

@@ -34,9 +34,13 @@ LARGEST_BUCKET = 1 << 20  # every count up to the last bucket has a place in mem
 LONGEST = 1e6  # seconds; nothing that is longer was measured
 
 GAIN = 0.05  # of a correction, per observed step
-RISE_GAIN = 0.05  # of what two steps differ by beyond what their rows explain
+# What rows cost beyond the first is learned from what two steps differ by, as far as it is in doubt.
+STEP_NOISE = 0.05  # of a step: what two of the same rows differ by
+LARGEST_RISE_ERROR = 0.2  # of a step, that this difference may teach: the machine changes between steps, too
+FIRST_DOUBT = 0.3  # of what rows cost: memory may have been slower when they were measured
+DRIFT = 0.007  # by which doubt grows, per square root of a step
+MUCH_TRUST = 0.03  # so much learned at once is told at once, or the next steps would teach it again
 FLAT_SHARE = 0.1  # of what a step cost per row: a row learns as if it had cost this more than it did
-LARGEST_RISE_ERROR = 0.1  # of a step, that this difference may teach: the machine changes between steps, too
 LARGEST_RATIO = 2.0  # of observed to predicted seconds, up and down, that one step may teach
 OUTLIER_RATIO = 3.0  # a step that took so much longer was disturbed: compilation, garbage collection
 MOST_OUTLIERS = 8  # in a row; from then on it is the machine that has changed
@@ -131,7 +135,9 @@ class CostModel:
         heights = [float(height) for height in itertools.accumulate(seconds, max)]
         self._first_bucket = heights[0]
         self._rises = [after - before for before, after in itertools.pairwise(heights)]
-        self._last_error: tuple[int, float] | None = None  # rows of the last observed step, and its relative error
+        self._doubts = [FIRST_DOUBT**2 for _ in self._rises]  # variances of their relative errors
+        self._last_target: _TargetError | None = None
+        self._last_lesson = 0  # observed steps before rises were corrected last
         self._per_context = float(per_context)
         self._per_sequence = float(per_sequence)
         self._sequences = list(sequences)
@@ -241,31 +247,46 @@ class CostModel:
         self._rises = [rise * rise_factor for rise in self._rises]
         self._per_context *= 1.0 + step * of_context
         self._per_sequence *= 1.0 + step * of_sequences
-        if self._last_error is not None and self._last_error[0] != shape.rows:
-            self._correct_rises(self._last_error, (shape.rows, error), predicted)
-        self._last_error = shape.rows, error
+        now = _TargetError(shape.rows, predicted, error)
+        if self._last_target is not None and self._last_target.rows < now.rows:
+            self._correct_rises(self._last_target, now)
+        elif self._last_target is not None and self._last_target.rows > now.rows:
+            self._correct_rises(now, self._last_target)
+        self._last_target = now
 
-    def _correct_rises(self, before: tuple[int, float], now: tuple[int, float], predicted: float) -> None:
+    def _correct_rises(self, fewer: _TargetError, more: _TargetError) -> None:
         """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both.
 
-        A rise learns in proportion to what it is (proportionate normalized least mean squares; Duttweiler, 2000): rows
-        that have cost nothing do not answer for a stair behind them that was measured too low.
+        They teach as far as what is in doubt about the rows between them exceeds what steps differ by anyway, and the
+        rise that the more of it is in doubt learns the more (a Kalman filter for the relative errors of all rises;
+        Kalman, 1960): a single step of half the rows says a lot where there was none before, many of one row more or
+        less say little, and rows that have cost nothing hardly answer for a stair behind them.
         """
-        (fewer, error_of_fewer), (more, error_of_more) = sorted((before, now))
-        error = min(max(error_of_more - error_of_fewer, -LARGEST_RISE_ERROR), LARGEST_RISE_ERROR) * predicted
-        flat = FLAT_SHARE * predicted / more
-        gains: list[tuple[int, float]] = []
-        total = 0.0
+        passed = self._num_observed - self._last_lesson
+        self._last_lesson = self._num_observed
+        self._doubts = [min(doubt + passed * DRIFT**2, FIRST_DOUBT**2) for doubt in self._doubts]
+        error = min(max(more.error - fewer.error, -LARGEST_RISE_ERROR), LARGEST_RISE_ERROR)
+        flat = FLAT_SHARE / more.rows
+        learning: list[tuple[int, float]] = []  # index of a rise, and what of the step is in doubt by it, a variance
+        in_doubt = total = 0.0
         for index, rise in enumerate(self._rises):
             start, end = self._rows[index], self._rows[index + 1]
-            last = more if index + 1 == len(self._rises) else end  # the last rise goes on behind its bucket
-            between = min(last, more) - max(start, fewer)
+            last = more.rows if index + 1 == len(self._rises) else end  # the last rise goes on behind its bucket
+            between = min(last, more.rows) - max(start, fewer.rows)
             if between > 0:
-                gain = (rise / (end - start) + flat) * between
-                gains.append((index, gain))
-                total += gain * max(1.0, between / (end - start))
-        for index, gain in gains:
-            self._rises[index] = max(self._rises[index] + RISE_GAIN * error * gain / total, 0.0)
+                variance = ((rise / more.predicted / (end - start) + flat) * between) ** 2 * self._doubts[index]
+                learning.append((index, variance))
+                in_doubt += variance
+                total += variance * max(1.0, between / (end - start))
+        if total == 0.0:
+            return
+        trust = in_doubt / (in_doubt + STEP_NOISE**2)
+        for index, variance in learning:
+            self._doubts[index] *= 1.0 - trust * variance / in_doubt
+            rise = self._rises[index] + trust * error * more.predicted * variance / total
+            self._rises[index] = max(rise, 0.0)
+        if trust > MUCH_TRUST:
+            self._build_target()
 
     def _correct_draft(self, shape: StepShape, observed: float) -> None:
         error = self._draft_outliers.error(observed, self._drafting(shape))
@@ -278,10 +299,13 @@ class CostModel:
 
     def _build(self) -> None:
         """Renew the curves. Measured or corrected, more never costs less."""
-        self._target = _Curve(self._rows, self._seconds())
+        self._build_target()
         # No sequences cost nothing, which is no bucket to interpolate from: one sequence costs a whole pass.
         self._pass = _Curve(self._sequences, self._pass_seconds, at_zero=0.0)
         self._first_pass = _Curve(self._sequences, self._first_seconds, at_zero=0.0)
+
+    def _build_target(self) -> None:
+        self._target = _Curve(self._rows, self._seconds())
 
     def _seconds(self) -> Array:
         """At the buckets of rows."""
@@ -350,6 +374,20 @@ class _Curve:
         result = np.concatenate([values[first:], values[-1] + self._slope * (beyond - len(values) + 1)])
         result.flags.writeable = False
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class _TargetError:
+    """How a step went.
+
+    Attributes:
+        predicted: seconds.
+        error: bounded observed / predicted - 1.
+    """
+
+    rows: int
+    predicted: float
+    error: float
 
 
 @dataclass(slots=True)
