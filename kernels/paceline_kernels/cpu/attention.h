@@ -10,8 +10,6 @@
 // nobody sees are therefore left out, and rows are computed one by one where a value that only some see is not finite.
 #pragma once
 
-#include <omp.h>
-
 #include <cmath>
 #include <type_traits>
 #include <utility>
@@ -19,6 +17,7 @@
 
 #include "amx.h"
 #include "factors.h"
+#include "team.h"
 
 namespace attention {
 
@@ -251,7 +250,7 @@ public:
     // out [num_tokens, num_heads * head_dim] from query [num_tokens, num_heads, head_dim] and the pages of one layer,
     // which hold the rows' own keys and values already. Every thread of a team calls it; when it returns, all of `out`
     // but its padding is written.
-    void operator()(const Tiled<Activation<T>>& out, const T* query, const T* keys, const T* values) const {
+    void operator()(Team& team, const Tiled<Activation<T>>& out, const T* query, const T* keys, const T* values) const {
         const Layer layer = {out, query, keys, values};
         // A thread begins with the same piece in every layer and step, whose pages its core may have in a cache. It takes
         // its next one before it computes the one that it holds.
@@ -263,7 +262,7 @@ public:
             held = &pieces_[i];
         }
         if (held) attend(layer, *held, nullptr);
-#pragma omp barrier
+        team.meet();
     }
 
 private:

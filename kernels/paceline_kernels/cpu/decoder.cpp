@@ -1,7 +1,5 @@
 // The C ABI of the decoder. decoder.py mirrors it.
 
-#include <omp.h>
-
 #include "draft.h"
 
 namespace {
@@ -20,8 +18,9 @@ void linear_alone(const T* x, const PacelineMatrix& matrix, int64_t rows, int64_
             convert(i < matrix.inputs ? x[row * matrix.inputs + i] : T{}, *tiled.at(row, i));
         }
     }
+    Team team(num_threads);
 #pragma omp parallel num_threads(num_threads)
-    project<T>(matrix, tiled, rows, shared, RowMajor{out, matrix.outputs});
+    project<T>(team, matrix, tiled, rows, shared, RowMajor{out, matrix.outputs});
 }
 
 template <class T>
@@ -50,8 +49,9 @@ void attention_alone(const T* query, const PacelineBatch& from, const Pages& pag
     const Tiled<Activation<T>> tiled = activations<T>(memory, rows, size);
     const Attention<T> attention(batch, pages, num_heads, scale, from.num_threads);
     const T* const keys = (const T*)from.kv;
+    Team team(from.num_threads);
 #pragma omp parallel num_threads(from.num_threads)
-    attention(tiled, query, keys, keys + from.kv_elements);
+    attention(team, tiled, query, keys, keys + from.kv_elements);
     for (int64_t row = 0; row < rows; ++row) {
         for (int64_t i = 0; i < size; ++i) convert(*tiled.at(row, i), out[row * size + i]);
     }

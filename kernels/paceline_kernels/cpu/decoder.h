@@ -28,36 +28,37 @@ public:
         locate(batch);
         reserve(rows);
         T* const kv = (T*)from.kv;
+        Team team(from.num_threads);
 #pragma omp parallel num_threads(from.num_threads)
         {
-            embed(from.token_ids, rows);
+            embed(team, from.token_ids, rows);
             for (int64_t index = 0; index < model_.num_layers; ++index) {
                 const PacelineLayer& layer = model_.layers[index];
                 T* const keys = kv + 2 * index * from.kv_elements;
                 T* const values = keys + from.kv_elements;
-                normalize(layer.input_norm, rows);
-                project<T>(layer.qkv, normed_, rows, room_, qkv_);
-                place(layer, batch, pages, rows, keys, values);
-                attention(attended_, query_, keys, values);
-                add(attended_, rows, layer.output);
-                normalize(layer.post_norm, rows);
-                gate(rows, layer.gate_up);
-                add(gated_, rows, layer.down);
+                normalize(team, layer.input_norm, rows);
+                project<T>(team, layer.qkv, normed_, rows, room_, qkv_);
+                place(team, layer, batch, pages, rows, keys, values);
+                attention(team, attended_, query_, keys, values);
+                add(team, attended_, rows, layer.output);
+                normalize(team, layer.post_norm, rows);
+                gate(team, rows, layer.gate_up);
+                add(team, gated_, rows, layer.down);
             }
-            finish(rows, out);
+            finish(team, rows, out);
         }
     }
 
     // Rows of hidden states [rows, hidden] -> out [rows, vocab].
     void logits(const T* hidden, int64_t rows, int64_t num_threads, float* out) {
         reserve(rows);
+        Team team(num_threads);
 #pragma omp parallel num_threads(num_threads)
         {
-#pragma omp for
-            for (int64_t row = 0; row < rows; ++row) {
+            team.share(rows, [&](int64_t row) {
                 for (int64_t i = 0; i < model_.hidden; ++i) convert(hidden[row * model_.hidden + i], *normed_.at(row, i));
-            }
-            project<T>(model_.head, normed_, rows, room_, RowMajor{out, model_.vocab});
+            });
+            project<T>(team, model_.head, normed_, rows, room_, RowMajor{out, model_.vocab});
         }
     }
 
@@ -86,17 +87,15 @@ private:
         residual_ = {residual_memory_.get(Striped::elements(rows, model_.hidden)), rows};
         qkv_ = {qkv_memory_.get(Striped::elements(rows, all_heads)), rows};
         query_ = query_memory_.get(rows * heads);
-        placed_ = placed_memory_.get(rows * 2 * model_.num_kv_heads * model_.head_dim);
         normed_ = activations<T>(normed_memory_, rows, model_.hidden);
         attended_ = activations<T>(attended_memory_, rows, heads);
         gated_ = activations<T>(gated_memory_, rows, model_.intermediate);
         room_.reserve(rows, std::max({model_.hidden, heads, model_.intermediate}));
     }
 
-    void embed(const int64_t* token_ids, int64_t rows) {
+    void embed(Team& team, const int64_t* token_ids, int64_t rows) {
         const PacelineMatrix& head = model_.head;
-#pragma omp for
-        for (int64_t row = 0; row < rows; ++row) {
+        team.share(rows, [&](int64_t row) {
             const int64_t token = token_ids[row];
             const auto copy = [&](const auto& element) {
                 for (int64_t i = 0; i < model_.hidden; ++i) *residual_.at(row, i) = element(i);
@@ -109,23 +108,22 @@ private:
             } else {
                 copy([&, weights = packed<T>(head)](int64_t i) { return weight(weights, token, i); });
             }
-        }
+        });
     }
 
     // -- operations of a layer, shared by the team --
 
     // normed_ = the norm of residual_
-    void normalize(const float* weight, int64_t rows) {
-#pragma omp for
-        for (int64_t row = 0; row < rows; ++row) {
+    void normalize(Team& team, const float* weight, int64_t rows) {
+        team.share(rows, [&](int64_t row) {
             const auto from = [&](int64_t i) { return residual_.at(row, i); };
             normalize(from, weight, model_.hidden, [&](int64_t i) { return normed_.at(row, i); });
-        }
+        });
     }
 
     // residual_ += x * matrix
-    void add(const Tiled<Activation<T>>& x, int64_t rows, const PacelineMatrix& matrix) {
-        multiply_by<1, T>(matrix, x, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
+    void add(Team& team, const Tiled<Activation<T>>& x, int64_t rows, const PacelineMatrix& matrix) {
+        multiply_by<1, T>(team, matrix, x, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
             for (int64_t i = 0; i < TILE; i += LANES) {
                 const int64_t count = matrix.outputs - output - i;
                 if (count <= 0) return;
@@ -136,8 +134,8 @@ private:
     }
 
     // gated_ = silu(gate) * up of normed_
-    void gate(int64_t rows, const PacelineMatrix& matrix) {
-        multiply_by<2, T>(matrix, normed_, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
+    void gate(Team& team, int64_t rows, const PacelineMatrix& matrix) {
+        multiply_by<2, T>(team, matrix, normed_, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
             for (int64_t i = 0; i < TILE; i += LANES) {
                 const Floats gate = with_bias(sums[0] + i, matrix, output + i);
                 const Floats up = with_bias(sums[1] + i, matrix, output + TILE + i);
@@ -148,32 +146,24 @@ private:
         });
     }
 
-    // Norm and rotation of queries and keys; queries go to query_, keys and values to their pages.
-    void place(const PacelineLayer& layer, const Batch& batch, const Pages& pages, int64_t rows, T* keys, T* values) {
+    // Norm and rotation of queries and keys; queries go to query_, keys and values to their pages. Shared by heads, since
+    // there may be but one row.
+    void place(Team& team, const PacelineLayer& layer, const Batch& batch, const Pages& pages, int64_t rows, T* keys,
+               T* values) {
         const int64_t heads = model_.num_heads, kv_heads = model_.num_kv_heads, size = model_.head_dim;
-#pragma omp for
-        for (int64_t row = 0; row < rows; ++row) {
-            T* const query = query_ + row * heads * size;
-            T* const key = placed_ + row * 2 * kv_heads * size;
-            T* const value = key + kv_heads * size;
-            thread_local std::vector<float> head;
-            head.resize(size);
-            for (int64_t index = 0; index < heads + kv_heads; ++index) {
-                qkv_.read(row, index * size, size, head.data());
-                const bool is_query = index < heads;
-                T* const to = is_query ? query + index * size : key + (index - heads) * size;
-                rotate(head.data(), is_query ? layer.q_norm : layer.k_norm, positions_[row], to);
-            }
-            for (int64_t i = 0; i < kv_heads * size; ++i) {
-                value[i] = from_float<T>(*qkv_.at(row, (heads + kv_heads) * size + i));
-            }
-            const int64_t position = positions_[row];
+        team.share(rows * (heads + kv_heads), [&](int64_t item) {
+            const int64_t row = item / (heads + kv_heads), head = item % (heads + kv_heads), position = positions_[row];
+            thread_local Scratch numbers, rounded;
+            float* const x = numbers.get<float>(size);
+            qkv_.read(row, head * size, size, x);
+            if (head < heads) return rotate(x, layer.q_norm, position, query_ + (row * heads + head) * size);
+            T *const key = rounded.get<T>(2 * size), *const value = key + size;
+            rotate(x, layer.k_norm, position, key);
+            qkv_.read(row, (head + kv_heads) * size, size, x);
+            for (int64_t i = 0; i < size; ++i) value[i] = from_float<T>(x[i]);
             const int64_t block = batch.block_tables[sequences_[row] * batch.max_blocks + position / pages.block_size];
-            for (int64_t head = 0; head < kv_heads; ++head) {
-                pages.write(keys, values, block, position % pages.block_size, head, key + head * size,
-                            value + head * size);
-            }
-        }
+            pages.write(keys, values, block, position % pages.block_size, head - heads, key, value);
+        });
     }
 
     // One head, which is normalized in place first, if it is to be.
@@ -191,12 +181,11 @@ private:
         }
     }
 
-    void finish(int64_t rows, T* out) {
-#pragma omp for
-        for (int64_t row = 0; row < rows; ++row) {
+    void finish(Team& team, int64_t rows, T* out) {
+        team.share(rows, [&](int64_t row) {
             const auto from = [&](int64_t i) { return residual_.at(row, i); };
             normalize(from, model_.norm, model_.hidden, [&](int64_t i) { return out + row * model_.hidden + i; });
-        }
+        });
     }
 
     // -- pieces --
@@ -226,10 +215,10 @@ private:
     const PacelineModel model_;
     std::vector<int64_t> positions_, sequences_;  // of each row
     Zeroed<float> residual_memory_, qkv_memory_;
-    Zeroed<T> query_memory_, placed_memory_;
+    Zeroed<T> query_memory_;
     Zeroed<Activation<T>> normed_memory_, attended_memory_, gated_memory_;
     Striped residual_, qkv_;  // [rows, hidden], [rows, heads of q, k and v]
-    T *query_, *placed_;      // [rows, num_heads, head_dim], [rows, keys then values, head_dim]
+    T* query_;                // [rows, num_heads, head_dim]
     // [rows, hidden], [rows, num_heads * head_dim], [rows, intermediate]
     Tiled<Activation<T>> normed_, attended_, gated_;
     Quantized room_;

@@ -3,13 +3,12 @@
 // tile after tile. So a token's numbers do not depend on the batch that it is computed in.
 #pragma once
 
-#include <omp.h>
-
 #include <array>
 #include <utility>
 
 #include "amx.h"
 #include "factors.h"
+#include "team.h"
 
 namespace {
 
@@ -429,7 +428,7 @@ inline int64_t own_share(int64_t bundles, int64_t bundle_bytes, int64_t threads)
 
 // `linear` for few rows.
 template <int MATRICES, class Weights, class Use>
-void linear_few(const typename Weights::Input& x, const Weights& weights, int64_t rows, int64_t bundles,
+void linear_few(Team& team, const typename Weights::Input& x, const Weights& weights, int64_t rows, int64_t bundles,
                 const Use& use) {
     using Input = typename Weights::Input;
     using Element = typename Weights::Element;
@@ -450,8 +449,11 @@ void linear_few(const typename Weights::Input& x, const Weights& weights, int64_
     const int64_t threads = omp_get_num_threads(), own = own_share(bundles, bundle_bytes, threads);
     const int64_t begin = omp_get_thread_num() * own, end = std::min(begin + own, bundles);
     for (int64_t bundle = begin; bundle < end; ++bundle) compute(bundle);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t bundle = threads * own; bundle < bundles; ++bundle) compute(bundle);
+    if (threads * own < bundles) {
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t bundle = threads * own; bundle < bundles; ++bundle) compute(bundle);
+    }
+    team.meet();
 }
 
 // ---- All products ----
@@ -460,12 +462,12 @@ void linear_few(const typename Weights::Input& x, const Weights& weights, int64_
 // use(first output of the bundle, row, sums[MATRICES]) for every bundle and row. Called by all threads of a team, which
 // share the bundles and leave together.
 template <int MATRICES, class Weights, class Use>
-void linear(const typename Weights::Input& x, const Weights& weights, int64_t rows, const Use& use) {
+void linear(Team& team, const typename Weights::Input& x, const Weights& weights, int64_t rows, const Use& use) {
     using Element = typename Weights::Element;
     if (rows == 0) return;  // a step may sample nothing
     const int64_t inputs = Weights::padded(weights.inputs), tile_bytes = inputs * TILE * sizeof(Element);
     const int64_t bundles = ceil_div(weights.outputs, TILE * MATRICES);
-    if (rows <= FEW_ROWS && !by_tiles<Element>()) return linear_few<MATRICES>(x, weights, rows, bundles, use);
+    if (rows <= FEW_ROWS && !by_tiles<Element>()) return linear_few<MATRICES>(team, x, weights, rows, bundles, use);
     const bool many = rows > 2 * MOST_ROWS;
     const int64_t rows_at_once = many ? 2 * LANES : MOST_ROWS;
     // Rows that do not fit beside the weights anyway are read less often by more weights at a time.
@@ -512,7 +514,7 @@ void linear(const typename Weights::Input& x, const Weights& weights, int64_t ro
         held = begin;
     }
     if (held != NONE) compute(held, NONE);
-#pragma omp barrier
+    team.meet();
 }
 
 }  // namespace

@@ -11,9 +11,8 @@ inline Ints rounded(Floats x) { return (Ints)(x + 0x1.8p23f) - 0x4b400000; }
 
 // Rows of x in 8 bits. Shared by the team.
 template <class T>
-void quantize(const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
-#pragma omp for
-    for (int64_t row = 0; row < rows; ++row) {
+void quantize(Team& team, const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
+    team.share(rows, [&](int64_t row) {
         for (int64_t group = 0; group < to.groups(); ++group) {
             const int64_t begin = group * GROUP;
             Floats part[GROUP / LANES] = {};
@@ -36,7 +35,7 @@ void quantize(const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
             to.scales[to.index(row, group)] = scale;
             to.corrections[to.index(row, group)] = -OFFSET * total(sum);
         }
-    }
+    });
 }
 
 // Room for activations of 8 bits.
@@ -75,12 +74,12 @@ Packed<T> packed(const PacelineMatrix& matrix) {
 
 // `linear` by the kind of weights that the matrix holds.
 template <int MATRICES, class T, class Use>
-void multiply_by(const PacelineMatrix& matrix, const Tiled<Activation<T>>& x, int64_t rows, const Quantized& room,
-                 const Use& use) {
-    if (!matrix.scales) return linear<MATRICES>(x, packed<T>(matrix), rows, use);
+void multiply_by(Team& team, const PacelineMatrix& matrix, const Tiled<Activation<T>>& x, int64_t rows,
+                 const Quantized& room, const Use& use) {
+    if (!matrix.scales) return linear<MATRICES>(team, x, packed<T>(matrix), rows, use);
     const Packed8::Input quantized = room.of(matrix.inputs);
-    quantize(x, rows, quantized);
-    linear<MATRICES>(quantized, packed8(matrix), rows, use);
+    quantize(team, x, rows, quantized);
+    linear<MATRICES>(team, quantized, packed8(matrix), rows, use);
 }
 
 inline Floats with_bias(const float* sums, const PacelineMatrix& matrix, int64_t output) {
@@ -89,9 +88,9 @@ inline Floats with_bias(const float* sums, const PacelineMatrix& matrix, int64_t
 
 // x times a matrix, plus its bias -> out [rows, outputs], Striped or RowMajor. Shared by the team.
 template <class T, class Out>
-void project(const PacelineMatrix& matrix, const Tiled<Activation<T>>& x, int64_t rows, const Quantized& room,
-             const Out& out) {
-    multiply_by<1, T>(matrix, x, rows, room, [&](int64_t output, int64_t row, const float* const* sums) {
+void project(Team& team, const PacelineMatrix& matrix, const Tiled<Activation<T>>& x, int64_t rows,
+             const Quantized& room, const Out& out) {
+    multiply_by<1, T>(team, matrix, x, rows, room, [&](int64_t output, int64_t row, const float* const* sums) {
         for (int64_t i = 0; i < TILE; i += LANES) {
             const int64_t count = matrix.outputs - output - i;
             if (count <= 0) return;
