@@ -56,7 +56,8 @@ public:
 #pragma omp parallel num_threads(num_threads)
         {
             team.share(rows, [&](int64_t row) {
-                for (int64_t i = 0; i < model_.hidden; ++i) convert(hidden[row * model_.hidden + i], *normed_.at(row, i));
+                const T* const from = hidden + row * model_.hidden;
+                for (int64_t i = 0; i < model_.hidden; ++i) convert(from[i], *normed_.at(row, i));
             });
             project<T>(team, model_.head, normed_, rows, room_, RowMajor{out, model_.vocab});
         }
@@ -135,7 +136,7 @@ private:
 
     // gated_ = silu(gate) * up of normed_
     void gate(Team& team, int64_t rows, const PacelineMatrix& matrix) {
-        multiply_by<2, T>(team, matrix, normed_, rows, room_, [&](int64_t output, int64_t row, const float* const* sums) {
+        const auto use = [&](int64_t output, int64_t row, const float* const* sums) {
             for (int64_t i = 0; i < TILE; i += LANES) {
                 const Floats gate = with_bias(sums[0] + i, matrix, output + i);
                 const Floats up = with_bias(sums[1] + i, matrix, output + TILE + i);
@@ -143,11 +144,12 @@ private:
                 if (count <= 0) return;
                 store_some(gated_.at(row, column), silu(gate) * up, count);
             }
-        });
+        };
+        multiply_by<2, T>(team, matrix, normed_, rows, room_, use);
     }
 
-    // Norm and rotation of queries and keys; queries go to query_, keys and values to their pages. Shared by heads, since
-    // there may be but one row.
+    // Norm and rotation of queries and keys; queries go to query_, keys and values to their pages. Shared by heads,
+    // since there may be but one row.
     void place(Team& team, const PacelineLayer& layer, const Batch& batch, const Pages& pages, int64_t rows, T* keys,
                T* values) {
         const int64_t heads = model_.num_heads, kv_heads = model_.num_kv_heads, size = model_.head_dim;
