@@ -197,6 +197,33 @@ def test_what_a_row_costs_is_learned_while_memory_changes() -> None:
     assert costs.target(64, 0) - costs.target(5, 0) == pytest.approx(59 * 0.0003, rel=0.25), "nobody has seen those"
 
 
+def slow_memory(rows: int) -> float:
+    """What hides the arithmetic of up to twelve rows."""
+    return max(0.037, 0.0235 + 0.0014 * rows)
+
+
+def fast_memory(rows: int) -> float:
+    return max(0.023, 0.0092 + 0.0019 * rows)
+
+
+def test_a_few_steps_of_other_rows_tell_that_memory_hid_what_rows_cost() -> None:
+    """Or else whoever drafts at prices that were measured while it was slow would go on for hundreds of steps."""
+    costs, noise = CostModel.from_functions(slow_memory), random.Random(0)
+    for rows in 3 * (15 * [16] + [8]):
+        costs.observe(StepShape(rows, 0), 0.0, fast_memory(rows) * noise.lognormvariate(0.0, 0.02))
+    learned = costs.target(16, 0) - costs.target(8, 0)
+    assert slow_memory(16) - slow_memory(8) < 0.009
+    assert learned == pytest.approx(fast_memory(16) - fast_memory(8), rel=0.2)
+
+
+def test_prompts_teach_little_of_what_a_few_rows_cost() -> None:
+    """It is a small part of a long step, which may err by as much for other reasons."""
+    costs = CostModel.from_functions(fast_memory)
+    for rows in 8 * [8, 1024, 16]:
+        costs.observe(StepShape(rows, 0), 0.0, fast_memory(rows) * (1.15 if rows == 1024 else 1.0))
+    assert costs.target(16, 0) - costs.target(8, 0) == pytest.approx(fast_memory(16) - fast_memory(8), rel=0.1)
+
+
 def test_a_stair_that_is_higher_than_measured_leaves_what_is_flat_before_it() -> None:
     """Or else who was once across it would never again take the rows below that cost nothing."""
 

@@ -469,7 +469,9 @@ void linear(Team& team, const typename Weights::Input& x, const Weights& weights
     const int64_t bundles = ceil_div(weights.outputs, TILE * MATRICES);
     if (rows <= FEW_ROWS && !by_tiles<Element>()) return linear_few<MATRICES>(team, x, weights, rows, bundles, use);
     const bool many = rows > 2 * MOST_ROWS;
-    const int64_t rows_at_once = many ? 2 * LANES : MOST_ROWS;
+    // Vectors meet a tile by blocks of about equal size, since the next tile is fetched during the last one.
+    const int64_t equal = round_up(ceil_div(rows, ceil_div(rows, MOST_ROWS)), LANES);
+    const int64_t rows_at_once = many ? 2 * LANES : by_tiles<Element>() ? MOST_ROWS : equal;
     // Rows that do not fit beside the weights anyway are read less often by more weights at a time.
     const int64_t cached = rows * inputs * (int64_t)sizeof(Element) > 2 * CACHED ? 2 * CACHED : CACHED;
     const int64_t most = std::min<int64_t>(cached / tile_bytes, MOST_TILES) / MATRICES;
