@@ -255,6 +255,16 @@ def test_behind_the_last_bucket_a_difference_is_learned_as_little_at_a_time(
             assert costs.target(rows, 0) == pytest.approx(uneven(rows), rel=0.05)
 
 
+@pytest.mark.parametrize("stair", [17, 33, 65])
+def test_a_stair_that_nobody_measured_is_learned_by_who_crosses_it(stair: int) -> None:
+    costs, noise = CostModel.from_functions(lambda rows: 0.024 + 0.0001 * rows), random.Random(0)
+    for _ in range(300):
+        for rows in (stair - 1, stair):
+            truth = 0.024 + 0.0001 * rows + 0.003 * (rows >= stair)
+            costs.observe(StepShape(rows, 0), 0.0, truth * noise.lognormvariate(0.0, 0.02))
+    assert costs.target(stair, 0) - costs.target(stair - 1, 0) == pytest.approx(0.003, rel=0.3)
+
+
 def test_rows_that_cost_nothing_learn_what_they_cost() -> None:
     costs = CostModel.from_functions(lambda rows: 0.024)
     for _ in range(1000):

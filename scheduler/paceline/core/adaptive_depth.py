@@ -172,13 +172,13 @@ class AdaptiveDepth:
         if any([candidate.lowest < candidate.highest for candidate in candidates]):
             self._probe_seconds += share * passed
         self._probe_seconds = min(self._probe_seconds, PROBE_SAVINGS * share)
-        if step.slots and self._checks_plain_step(step, passed):
+        if step.slots and self._takes_plain_step(step, passed):
             return [NOTHING] * len(candidates)
         self._go_on(step, slot_price / second)
         self._probe(step, slot_price / second)
         return step.chosen
 
-    def _checks_plain_step(self, step: _Step, passed: int) -> bool:
+    def _takes_plain_step(self, step: _Step, passed: int) -> bool:
         """It is time for a step without drafts, and this one can be it. Pays for it.
 
         Args:

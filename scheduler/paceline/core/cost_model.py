@@ -40,7 +40,7 @@ LARGEST_RISE_ERROR = 0.2  # of a step, that this difference may teach: the machi
 FIRST_DOUBT = 0.3  # of what rows cost: memory may have been slower when they were measured
 DRIFT = 0.007  # by which doubt grows, per square root of a step
 MUCH_TRUST = 0.03  # so much learned at once is told at once, or the next steps would teach it again
-FLAT_SHARE = 0.1  # of what a step cost per row: a row learns as if it had cost this more than it did
+FLAT_SHARE = 1.0  # of what a step costs per row: a rise learns as if it were this more than it is
 LARGEST_RATIO = 2.0  # of observed to predicted seconds, up and down, that one step may teach
 OUTLIER_RATIO = 3.0  # a step that took so much longer was disturbed: compilation, garbage collection
 MOST_OUTLIERS = 8  # in a row; from then on it is the machine that has changed
@@ -260,7 +260,7 @@ class CostModel:
         They teach as far as what is in doubt about the rows between them exceeds what steps differ by anyway, and the
         rise that the more of it is in doubt learns the more (a Kalman filter for the relative errors of all rises;
         Kalman, 1960): a single step of half the rows says a lot where there was none before, many of one row more or
-        less say little, and rows that have cost nothing hardly answer for a stair behind them.
+        less say little, and rows that have cost nothing hardly answer for a stair behind them. Alone, they learn theirs.
         """
         passed = self._num_observed - self._last_lesson
         self._last_lesson = self._num_observed
@@ -274,10 +274,11 @@ class CostModel:
             last = more.rows if index + 1 == len(self._rises) else end  # the last rise goes on behind its bucket
             between = min(last, more.rows) - max(start, fewer.rows)
             if between > 0:
-                variance = ((rise / more.predicted / (end - start) + flat) * between) ** 2 * self._doubts[index]
+                part = between / (end - start)
+                variance = (part * (rise / more.predicted + flat)) ** 2 * self._doubts[index]
                 learning.append((index, variance))
                 in_doubt += variance
-                total += variance * max(1.0, between / (end - start))
+                total += variance * max(1.0, part)
         if total == 0.0:
             return
         trust = in_doubt / (in_doubt + STEP_NOISE**2)
