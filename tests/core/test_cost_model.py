@@ -212,8 +212,26 @@ def test_a_few_steps_of_other_rows_tell_that_memory_hid_what_rows_cost() -> None
     for rows in 3 * (15 * [16] + [8]):
         costs.observe(StepShape(rows, 0), 0.0, fast_memory(rows) * noise.lognormvariate(0.0, 0.02))
     learned = costs.target(16, 0) - costs.target(8, 0)
-    assert slow_memory(16) - slow_memory(8) < 0.009
     assert learned == pytest.approx(fast_memory(16) - fast_memory(8), rel=0.2)
+
+
+@pytest.mark.parametrize("many", [2, 4, 16])
+def test_no_step_teaches_twice(many: int) -> None:
+    """The one with more rows is part of two differences."""
+    costs = CostModel.from_functions(lambda rows: 0.020 + 0.0001 * rows)
+    for rows in (1, many, 1):
+        costs.observe(StepShape(rows, 0), 0.0, 0.020 + 0.0001 * rows + 0.004 * (rows > 1))
+    assert 0.0 < costs.target(many, 0) - costs.target(1, 0) - 0.0001 * (many - 1) < 0.0044
+
+
+def test_a_disturbed_step_is_forgotten() -> None:
+    """One stream that drafts three, and of whose rare steps without drafts one took a fifth longer."""
+    costs = CostModel.from_functions(lambda rows: 0.020 + 0.0005 * rows)
+    for number in range(4):
+        for rows in 15 * [4] + [1]:
+            disturbed = 1.2 if rows == 1 and number == 0 else 1.0
+            costs.observe(StepShape(rows, 0), 0.0, (0.020 + 0.0005 * rows) * disturbed)
+    assert costs.target(4, 0) - costs.target(1, 0) == pytest.approx(0.0015, abs=0.001)
 
 
 def test_prompts_teach_little_of_what_a_few_rows_cost() -> None:

@@ -53,10 +53,10 @@ PROBE_SPREAD: Final = 317  # times the request's id, modulo its interval: neighb
 PROBE_STRETCH: Final = 0.25  # of a step: no probe joins where probes make it longer by more
 DEEPER_INTERVAL: Final = 32  # steps between probes one deeper than the batch
 # Steps without drafts, by which what drafts save is told, and whether they save anything.
-PLAIN_SHARE: Final = 0.001  # of the time, the most that they may lose
+PLAIN_SHARE: Final = 0.001  # of the time, the most that they may lose but for those that are due anyway
 PLAIN_CREDIT: Final = 1.0  # steps' worth to begin with, and the most that is kept
 LEAST_PLAIN_INTERVAL: Final = 16  # steps from one to the next: often, where drafts bring little more than they cost
-PLAIN_INTERVAL: Final = 512  # whatever it loses
+PLAIN_INTERVAL: Final = 512  # after which one is due
 
 
 class AdaptiveDepth:
@@ -172,9 +172,10 @@ class AdaptiveDepth:
         if any([candidate.lowest < candidate.highest for candidate in candidates]):
             self._probe_seconds += share * passed
         self._probe_seconds = min(self._probe_seconds, PROBE_SAVINGS * share)
-        if step.slots and self._takes_plain_step(step, passed):
-            return [NOTHING] * len(candidates)
+        plain = step.slots > 0 and self._takes_plain_step(step, passed)
         self._go_on(step, slot_price / second)
+        if plain:
+            return [NOTHING] * len(candidates)
         self._probe(step, slot_price / second)
         return step.chosen
 

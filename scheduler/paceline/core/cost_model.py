@@ -37,10 +37,11 @@ GAIN = 0.05  # of a correction, per observed step
 # What rows cost beyond the first is learned from what two steps differ by, as far as it is in doubt.
 STEP_NOISE = 0.05  # of a step: what two of the same rows differ by
 LARGEST_RISE_ERROR = 0.2  # of a step, that this difference may teach: the machine changes between steps, too
-FIRST_DOUBT = 0.3  # of what rows cost: memory may have been slower when they were measured
+FIRST_DOUBT = 0.3  # of a rise and that part: memory may have been slower when rows were measured
 DRIFT = 0.007  # by which doubt grows, per square root of a step
+MOST_TRUST = 0.5  # in one lesson: either step may have been disturbed
 MUCH_TRUST = 0.03  # so much learned at once is told at once, or the next steps would teach it again
-FLAT_SHARE = 1.0  # of what a step costs per row: a rise learns as if it were this more than it is
+FLAT_ROWS = 16  # a rise learns as if it were this part of a step more than it is, or a row's if there are more rows
 LARGEST_RATIO = 2.0  # of observed to predicted seconds, up and down, that one step may teach
 OUTLIER_RATIO = 3.0  # a step that took so much longer was disturbed: compilation, garbage collection
 MOST_OUTLIERS = 8  # in a row; from then on it is the machine that has changed
@@ -247,28 +248,35 @@ class CostModel:
         self._rises = [rise * rise_factor for rise in self._rises]
         self._per_context *= 1.0 + step * of_context
         self._per_sequence *= 1.0 + step * of_sequences
-        now = _TargetError(shape.rows, predicted, error)
-        if self._last_target is not None and self._last_target.rows < now.rows:
-            self._correct_rises(self._last_target, now)
-        elif self._last_target is not None and self._last_target.rows > now.rows:
-            self._correct_rises(now, self._last_target)
+        now, before = _TargetError(shape.rows, predicted, error), self._last_target
+        if before is not None and before.rows != now.rows:
+            trust = self._correct_rises(before, now) if before.rows < now.rows else self._correct_rises(now, before)
+            if trust > MUCH_TRUST:
+                self._build_target()
+                predicted = self.target(shape.rows, shape.context, shape.sequences)
+                now = _TargetError(shape.rows, predicted, _bounded_error(observed, predicted))
         self._last_target = now
 
-    def _correct_rises(self, fewer: _TargetError, more: _TargetError) -> None:
+    def _correct_rises(self, fewer: _TargetError, more: _TargetError) -> float:
         """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both.
 
         They teach as far as what is in doubt about the rows between them exceeds what steps differ by anyway, and the
         rise that the more of it is in doubt learns the more (a Kalman filter for the relative errors of all rises;
         Kalman, 1960): a single step of half the rows says a lot where there was none before, many of one row more or
-        less say little, and rows that have cost nothing hardly answer for a stair behind them. Alone, they learn theirs.
+        less say little, and rows that have cost nothing hardly answer for a stair behind them. Alone, they learn
+        theirs.
+
+        Returns:
+            how much of the difference was learned, 0 to `MOST_TRUST`.
         """
         passed = self._num_observed - self._last_lesson
         self._last_lesson = self._num_observed
         self._doubts = [min(doubt + passed * DRIFT**2, FIRST_DOUBT**2) for doubt in self._doubts]
         error = min(max(more.error - fewer.error, -LARGEST_RISE_ERROR), LARGEST_RISE_ERROR)
-        flat = FLAT_SHARE / more.rows
-        learning: list[tuple[int, float]] = []  # index of a rise, and what of the step is in doubt by it, a variance
-        in_doubt = total = 0.0
+        flat = 1.0 / max(more.rows, FLAT_ROWS)
+        # Index of a rise, how much of it is between, and what of the step is in doubt by that, a variance.
+        learning: list[tuple[int, float, float]] = []
+        in_doubt = 0.0
         for index, rise in enumerate(self._rises):
             start, end = self._rows[index], self._rows[index + 1]
             last = more.rows if index + 1 == len(self._rises) else end  # the last rise goes on behind its bucket
@@ -276,18 +284,16 @@ class CostModel:
             if between > 0:
                 part = between / (end - start)
                 variance = (part * (rise / more.predicted + flat)) ** 2 * self._doubts[index]
-                learning.append((index, variance))
+                learning.append((index, part, variance))
                 in_doubt += variance
-                total += variance * max(1.0, part)
-        if total == 0.0:
-            return
-        trust = in_doubt / (in_doubt + STEP_NOISE**2)
-        for index, variance in learning:
+        trust = min(in_doubt / (in_doubt + STEP_NOISE**2), MOST_TRUST)
+        if not trust:
+            return 0.0
+        for index, part, variance in learning:
             self._doubts[index] *= 1.0 - trust * variance / in_doubt
-            rise = self._rises[index] + trust * error * more.predicted * variance / total
+            rise = self._rises[index] + trust * error * more.predicted * variance / in_doubt / part
             self._rises[index] = max(rise, 0.0)
-        if trust > MUCH_TRUST:
-            self._build_target()
+        return trust
 
     def _correct_draft(self, shape: StepShape, observed: float) -> None:
         error = self._draft_outliers.error(observed, self._drafting(shape))
@@ -405,7 +411,7 @@ class _Outliers:
         self.in_a_row = self.in_a_row + 1 if ratio > OUTLIER_RATIO else 0
         if 0 < self.in_a_row <= MOST_OUTLIERS:
             return None
-        return min(max(ratio, 1.0 / LARGEST_RATIO), LARGEST_RATIO) - 1.0
+        return _bounded_error(observed, predicted)
 
 
 @dataclass(slots=True)
@@ -435,6 +441,10 @@ class _Errors:
             repeatability=median(self.differences) if self.differences else 0.0,
             count=len(self.ratios),
         )
+
+
+def _bounded_error(observed: float, predicted: float) -> float:
+    return min(max(observed / predicted, 1.0 / LARGEST_RATIO), LARGEST_RATIO) - 1.0
 
 
 def buckets_up_to(largest: int, buckets: Sequence[int]) -> list[int]:
