@@ -4,9 +4,10 @@
 #include <omp.h>
 
 #include <atomic>
-#include <cstdint>
 #include <thread>
 #include <vector>
+
+#include "layout.h"
 
 namespace {
 
@@ -35,8 +36,8 @@ public:
     template <class Act>
     void share(int64_t count, const Act& act) {
         const int64_t self = omp_get_thread_num(), size = omp_get_num_threads();
-        const int64_t end = (count * (self + 1) + size - 1) / size;
-        for (int64_t i = (count * self + size - 1) / size; i < end; ++i) act(i);
+        const int64_t end = ceil_div(count * (self + 1), size);
+        for (int64_t i = ceil_div(count * self, size); i < end; ++i) act(i);
         meet();
     }
 

@@ -164,7 +164,7 @@ class AdaptiveDepth:
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
         self.decision = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
         if before is None:
-            decodes = self.costs.target(load.sampling, load.context, load.sampling)  # whatever prompts stand beside
+            decodes = self._seconds_of_decodes(load)
             self._probe_seconds = max(LEAST_CREDIT, PROBE_CREDIT / load.sampling) * decodes
             self._plain_seconds = PLAIN_CREDIT * decodes
         passed = 1 if before is None else self._num_steps - before
@@ -191,8 +191,8 @@ class AdaptiveDepth:
         if load.rows != load.sampling or any([candidate.lowest for candidate in step.candidates]):
             return False
         interval = self._num_steps - self._plain_at
-        plain = self.costs.target(load.sampling, load.context, load.sampling)
-        lost = max(plain - load.sampling * step.seconds / step.tokens, 0.0)  # the choice earns as much in less time
+        as_chosen = load.sampling * step.seconds / step.tokens  # for as many tokens
+        lost = max(self._seconds_of_decodes(load) - as_chosen, 0.0)
         if interval < (LEAST_PLAIN_INTERVAL if lost <= self._plain_seconds else PLAIN_INTERVAL):
             return False
         self._plain_seconds = max(self._plain_seconds - lost, 0.0)
@@ -235,9 +235,12 @@ class AdaptiveDepth:
         there is earns no less than drafting only what bounds ask for, whatever drafts that did not pay have earned;
         what is a little less is left as it is, or chance would make time dearer than it is.
         """
-        plain = self.costs.target(load.sampling, load.context, load.sampling)
         factor = max(self._least_factor, self._earned / self._spent)
-        return factor * load.sampling / max(plain, SHORTEST)
+        return factor * load.sampling / max(self._seconds_of_decodes(load), SHORTEST)
+
+    def _seconds_of_decodes(self, load: StepLoad) -> float:
+        """Without drafts, whatever prompts stand beside."""
+        return self.costs.target(load.sampling, load.context, load.sampling)
 
     def _least_price_factor(self, candidates: list[DepthCandidate], load: StepLoad) -> float:
         """What drafting as little as bounds allow makes of the price of time, or hardly less."""

@@ -37,11 +37,11 @@ GAIN = 0.05  # of a correction, per observed step
 # What rows cost beyond the first is learned from what two steps differ by, as far as it is in doubt.
 STEP_NOISE = 0.05  # of a step: what two of the same rows differ by
 LARGEST_RISE_ERROR = 0.2  # of a step, that this difference may teach: the machine changes between steps, too
-FIRST_DOUBT = 0.3  # of a rise and that part: memory may have been slower when rows were measured
+FLAT_ROWS = 16  # a rise learns as if this part of a step came on top, or a row's part if there are more rows
+FIRST_DOUBT = 0.3  # of a rise and what comes on top: memory may have been slower when rows were measured
 DRIFT = 0.007  # by which doubt grows, per square root of a step
 MOST_TRUST = 0.5  # in one lesson: either step may have been disturbed
 MUCH_TRUST = 0.03  # so much learned at once is told at once, or the next steps would teach it again
-FLAT_ROWS = 16  # a rise learns as if it were this part of a step more than it is, or a row's if there are more rows
 LARGEST_RATIO = 2.0  # of observed to predicted seconds, up and down, that one step may teach
 OUTLIER_RATIO = 3.0  # a step that took so much longer was disturbed: compilation, garbage collection
 MOST_OUTLIERS = 8  # in a row; from then on it is the machine that has changed
@@ -250,8 +250,8 @@ class CostModel:
         self._per_sequence *= 1.0 + step * of_sequences
         now, before = _TargetError(shape.rows, predicted, error), self._last_target
         if before is not None and before.rows != now.rows:
-            trust = self._correct_rises(before, now) if before.rows < now.rows else self._correct_rises(now, before)
-            if trust > MUCH_TRUST:
+            fewer, more = (before, now) if before.rows < now.rows else (now, before)
+            if self._correct_rises(fewer, more) > MUCH_TRUST:
                 self._build_target()
                 predicted = self.target(shape.rows, shape.context, shape.sequences)
                 now = _TargetError(shape.rows, predicted, _bounded_error(observed, predicted))
