@@ -67,6 +67,7 @@ MODULES: Final = (
     "sim/order.py",
     "sim/population.py",
     "sim/study.py",
+    "speculation/ngram_index.py",
 )
 # Types of these are of no use to what is compiled, and reading them takes minutes.
 CONFIG: Final = """

@@ -11,7 +11,7 @@ from paceline.core.method import Method
 from paceline.core.plan import LONGEST_MATCH, Admission, SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.speculation import Ngram
-from paceline.speculation.ngram import LONGEST
+from paceline.speculation.ngram_index import LONGEST
 
 
 def propose(drafter: Ngram, sequence: Sequence, depth: int) -> list[int]:

@@ -158,9 +158,10 @@ inline void store_some(T* to, Floats x, int64_t count) {
 
 // ---- Activations ----
 
-// A matrix [rows, size] in tiles of 16 rows and one piece, one after the other: [rows / 16][size / PIECE][16][PIECE].
-// Fewer rows than 16 lie as close, in tiles of that height: far apart, they would meet in the same few sets of a cache.
-// The size is padded to whole pieces; the padding must hold zeros, since it meets the zeros that pad the weights.
+// A matrix [rows, size] in tiles of some rows and one piece: [rows / height][size / PIECE][height][PIECE]. What meets
+// weights together lies in one tile, each row right behind the one before: so one address serves them all, and they do
+// not meet in the same few sets of a cache. The size is padded to whole pieces; the padding must hold zeros, since it
+// meets the zeros that pad the weights.
 template <class T>
 struct Tiled {
     T* data;
@@ -168,14 +169,19 @@ struct Tiled {
     int64_t height;
 
     static int64_t padded(int64_t size) { return round_up(size, PIECE<T>); }
-    static int64_t elements(int64_t rows, int64_t size) { return round_up(rows, LANES) * padded(size); }
+    // With what a matrix unit reads behind the last of a few rows.
+    static int64_t elements(int64_t rows, int64_t size, int64_t height) {
+        return round_up(round_up(rows, height), LANES) * padded(size);
+    }
 
-    // Of the tile that begins at row 16 * block and column PIECE * piece.
-    T* tile(int64_t block, int64_t piece) const { return data + block * LANES * size + piece * height * PIECE<T>; }
+    // Of the tile that begins at row height * block and column PIECE * piece.
+    T* tile(int64_t block, int64_t piece) const { return data + (block * size + piece * PIECE<T>)*height; }
 
     // Behind it stand the columns of the same piece.
     T* at(int64_t row, int64_t column) const {
-        return tile(row / LANES, column / PIECE<T>) + row % LANES * PIECE<T> + column % PIECE<T>;
+        // Mostly there is one block, and divisions take time.
+        const int64_t block = row < height ? 0 : (uint32_t)row / (uint32_t)height;
+        return tile(block, column / PIECE<T>) + (row - block * height) * PIECE<T> + column % PIECE<T>;
     }
 };
 
@@ -285,15 +291,17 @@ private:
     size_t size_ = 0;
 };
 
-// Memory that begins as zeros, and whose padding therefore stays so as long as nobody writes there.
+// Memory that begins as zeros, again whenever its layout changes, and whose padding therefore stays so as long as nobody
+// writes there.
 template <class T>
 class Zeroed {
 public:
-    T* get(int64_t elements) {
-        if (elements > size_) {
-            size_ = elements;
-            data_ = scratch_.get<T>(elements);
-            std::memset((void*)data_, 0, elements * sizeof(T));
+    T* get(int64_t elements, int64_t layout = 0) {
+        if (elements > size_ || layout != layout_) {
+            size_ = std::max(elements, size_);
+            layout_ = layout;
+            data_ = scratch_.get<T>(size_);
+            std::memset((void*)data_, 0, size_ * sizeof(T));
         }
         return data_;
     }
@@ -301,14 +309,5 @@ public:
 private:
     Scratch scratch_;
     T* data_ = nullptr;
-    int64_t size_ = 0;
+    int64_t size_ = 0, layout_ = 0;
 };
-
-// Activations that meet weights T, whose padding they share.
-template <class T>
-Tiled<Activation<T>> activations(Zeroed<Activation<T>>& memory, int64_t rows, int64_t size) {
-    const int64_t padded = Tiled<T>::padded(size);
-    // What is padded keeps its height, or zeros would have to be written again.
-    const int64_t height = padded == size ? std::min<int64_t>(rows, LANES) : LANES;
-    return {memory.get(Tiled<Activation<T>>::elements(rows, padded)), padded, height};
-}

@@ -15,6 +15,24 @@ namespace {
 constexpr int64_t TILE = 2 * LANES;       // outputs of one tile of weights
 constexpr int64_t MOST_ROWS = 3 * LANES;  // that meet a tile at once
 
+// Whether a product of these goes through the matrix unit: for every number of rows, or their sums would differ.
+template <class Element>
+bool by_tiles() {
+    return sizeof(Element) < 4 && has_tiles();
+}
+
+// Few enough rows that their products wait for the weights rather than for arithmetic.
+inline bool few_blocks(int64_t rows) { return rows <= 2 * MOST_ROWS; }
+
+// How many of so many rows lie in a tile of activations: those that meet weights of these elements at once, in blocks of
+// about equal size, since the next tile of weights is fetched during the last one; or what a tile of the matrix unit takes.
+template <class Element>
+int64_t tile_height(int64_t rows) {
+    if (by_tiles<Element>()) return std::clamp<int64_t>(rows, 1, LANES);
+    if (!few_blocks(rows)) return 2 * LANES;
+    return rows <= MOST_ROWS ? std::max<int64_t>(rows, 1) : round_up(ceil_div(rows, 2), LANES);
+}
+
 // ---- Operands ----
 
 // Weights [outputs, inputs] in tiles of 32 outputs, one after the other, each [inputs / pair][32][pair]: a stream that
@@ -62,6 +80,14 @@ struct Packed8::Input {
     int64_t groups() const { return values.size / GROUP; }
     int64_t index(int64_t row, int64_t group) const { return (row / LANES * groups() + group) * LANES + row % LANES; }
 };
+
+// Activations that meet weights T, whose padding they share.
+template <class T>
+Tiled<Activation<T>> activations(Zeroed<Activation<T>>& memory, int64_t rows, int64_t size) {
+    const int64_t padded = Tiled<T>::padded(size), height = tile_height<T>(rows);
+    const int64_t elements = Tiled<Activation<T>>::elements(rows, padded, height);
+    return {memory.get(elements, padded == size ? 0 : height), padded, height};
+}
 
 // Of one tile of weights with up to MOST_ROWS rows.
 struct Sums {
@@ -130,19 +156,20 @@ struct Columns {
 template <int LINES, int ROWS, int WIDTH, class X, class W, class Sum>
 inline void add_products(Sum (&sums)[ROWS][WIDTH], const Tiled<X>& x, int64_t row, int64_t begin, int64_t end,
                          Columns<W>& from) {
-    const X* rows[ROWS];
-    for (int i = 0; i < ROWS; ++i) rows[i] = x.at(row + i, begin);
+    const X* first = x.at(row, begin);  // of rows in one tile
     for (int64_t piece = begin; piece < end; piece += PIECE<X>) {
 #pragma GCC unroll 1
         for (int64_t k = 0; k < PIECE<X>; k += 4 * PAIR<W>) {
 #pragma GCC unroll 4
             for (int index = 0; index < 4; ++index) {
                 from.next = fetch<LINES>(from.weights, from.next, index);
+                const X* rows[ROWS];
+                for (int i = 0; i < ROWS; ++i) rows[i] = first + i * PIECE<X>;
                 step<LINES == ONCE>(sums, from.weights, rows, k + index * PAIR<W>);
                 from.weights += 2 * PIECE<W>;
             }
         }
-        for (int i = 0; i < ROWS; ++i) rows[i] += x.height * PIECE<X>;
+        first += x.height * PIECE<X>;
     }
 }
 
@@ -343,12 +370,6 @@ constexpr auto multiply_by_blocks(std::integer_sequence<int, BLOCKS...>) {
 }
 #endif
 
-// Whether a product of these goes through the matrix unit: for every number of rows, or their sums would differ.
-template <class Element>
-bool by_tiles() {
-    return sizeof(Element) < 4 && has_tiles();
-}
-
 // Rows [row, row + count) times one tile of weights. `row` is a multiple of 16; `next` is the tile that comes after it, or
 // null.
 template <class Input, class Element>
@@ -468,10 +489,8 @@ void linear(Team& team, const typename Weights::Input& x, const Weights& weights
     const int64_t inputs = Weights::padded(weights.inputs), tile_bytes = inputs * TILE * sizeof(Element);
     const int64_t bundles = ceil_div(weights.outputs, TILE * MATRICES);
     if (rows <= FEW_ROWS && !by_tiles<Element>()) return linear_few<MATRICES>(team, x, weights, rows, bundles, use);
-    const bool many = rows > 2 * MOST_ROWS;
-    // Vectors meet a tile by blocks of about equal size, since the next tile is fetched during the last one.
-    const int64_t equal = round_up(ceil_div(rows, ceil_div(rows, MOST_ROWS)), LANES);
-    const int64_t rows_at_once = many ? 2 * LANES : by_tiles<Element>() ? MOST_ROWS : equal;
+    const bool many = !few_blocks(rows);
+    const int64_t rows_at_once = !by_tiles<Element>() ? tile_height<Element>(rows) : many ? 2 * LANES : MOST_ROWS;
     // Rows that do not fit beside the weights anyway are read less often by more weights at a time.
     const int64_t cached = rows * inputs * (int64_t)sizeof(Element) > 2 * CACHED ? 2 * CACHED : CACHED;
     const int64_t most = std::min<int64_t>(cached / tile_bytes, MOST_TILES) / MATRICES;

@@ -42,11 +42,11 @@ void quantize(Team& team, const Tiled<T>& x, int64_t rows, const Packed8::Input&
 class Quantized {
 public:
     void reserve(int64_t rows, int64_t inputs) {
-        const int64_t elements = round_up(rows, LANES) * Packed8::padded(inputs);
-        height_ = std::min<int64_t>(rows, LANES);
-        values_ = value_memory_.get(elements);
-        scales_ = scale_memory_.get(elements / GROUP);
-        corrections_ = correction_memory_.get(elements / GROUP);
+        const int64_t padded = Packed8::padded(inputs), groups = round_up(rows, LANES) * padded / GROUP;
+        height_ = tile_height<uint8_t>(rows);
+        values_ = value_memory_.get(Tiled<ByteActivation>::elements(rows, padded, height_));
+        scales_ = scale_memory_.get(groups);
+        corrections_ = correction_memory_.get(groups);
     }
 
     Packed8::Input of(int64_t inputs) const {

@@ -1,86 +1,37 @@
-"""Prompt lookup: what followed the last few tokens when they stood in the text before (Saxena 2023)."""
+"""The drafter that looks a text's end up in the text itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from paceline.core.plan import LONGEST_MATCH, SequenceWork
+from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.runner.drafter import Draft
-
-LONGEST = 4  # tokens that are looked up
+from paceline.speculation.ngram_index import NgramIndex
 
 
 class Ngram:
     """Implements `Drafter` and `Scorer`: one-hot drafts, no model, no KV."""
 
     def __init__(self) -> None:
-        self._indexes: dict[int, _Index] = {}
+        self._indexes: dict[int, NgramIndex] = {}
 
     def propose(self, batch: Seq[tuple[Sequence, SequenceWork]]) -> list[Draft]:
-        return [Draft(self._continuation(sequence, work.num_drafts)) for sequence, work in batch]
+        return [
+            Draft(self._index(sequence).continuation(sequence.token_ids, work.num_drafts)) for sequence, work in batch
+        ]
 
     def score(self, sequence: Sequence, emitted: Seq[int]) -> tuple[float, ...]:
-        proposed = self._continuation(sequence, len(emitted))
-        labels = []
-        for mine, token in zip(proposed, emitted, strict=False):
-            labels.append(float(mine == token))
-            if mine != token:
-                break
-        return tuple(labels)
+        return self._index(sequence).score(sequence.token_ids, emitted)
 
     def match(self, sequence: Sequence) -> int:
         return self._index(sequence).match(sequence.token_ids)
 
-    def _continuation(self, sequence: Sequence, count: int) -> list[int]:
-        return self._index(sequence).continuation(sequence.token_ids, count)
-
-    def _index(self, sequence: Sequence) -> _Index:
+    def _index(self, sequence: Sequence) -> NgramIndex:
         """Of all that the sequence holds by now."""
-        index = self._indexes.setdefault(sequence.request_id, _Index())
+        index = self._indexes.setdefault(sequence.request_id, NgramIndex())
         index.read(sequence.token_ids)
         return index
 
     def release(self, request_id: int) -> None:
         self._indexes.pop(request_id, None)
-
-
-class _Index:
-    """Where each n-gram of a growing text last ended; grows with the text, in O(1) per token."""
-
-    def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], int] = {}
-        self._num_read = 0
-
-    def read(self, token_ids: list[int]) -> None:
-        """Take in every n-gram that something follows: those ending before the newest token."""
-        for end in range(self._num_read + 1, len(token_ids)):
-            for n in range(1, min(LONGEST, end) + 1):
-                self._ends[tuple(token_ids[end - n : end])] = end
-        self._num_read = max(self._num_read, len(token_ids) - 1)
-
-    def continuation(self, token_ids: list[int], count: int) -> list[int]:
-        """`count` tokens that followed the longest, latest match of the text's end; none without a match.
-
-        A match that near to the end is a loop, so where the text ends, what followed the match follows again.
-        """
-        end, _ = self._longest(token_ids)
-        period = len(token_ids) - end
-        return [token_ids[end + i % period] for i in range(count)] if period else []
-
-    def match(self, token_ids: list[int]) -> int:
-        """Tokens before the continuation that agree with the text's end, up to `LONGEST_MATCH`; 0 without a match."""
-        end, count = self._longest(token_ids)
-        if count == LONGEST:
-            most, size = min(LONGEST_MATCH, end), len(token_ids)
-            while count < most and token_ids[end - count - 1] == token_ids[size - count - 1]:
-                count += 1
-        return count
-
-    def _longest(self, token_ids: list[int]) -> tuple[int, int]:
-        """Where the longest, latest match ends, and its tokens, up to `LONGEST`; the text's end and 0 without one."""
-        for n in range(min(LONGEST, len(token_ids)), 0, -1):
-            end = self._ends.get(tuple(token_ids[-n:]))
-            if end is not None:
-                return end, n
-        return len(token_ids), 0

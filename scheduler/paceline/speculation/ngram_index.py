@@ -1,0 +1,60 @@
+"""Where the n-grams of a text last stood, and so what it may go on with (prompt lookup; Saxena 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from paceline.core.plan import LONGEST_MATCH
+
+LONGEST: Final = 4  # tokens that are looked up
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text last ended; grows with the text, in O(1) per token."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._num_read = 0
+
+    def read(self, token_ids: list[int]) -> None:
+        """Take in every n-gram that something follows: those ending before the newest token."""
+        for end in range(self._num_read + 1, len(token_ids)):
+            for n in range(1, min(LONGEST, end) + 1):
+                self._ends[tuple(token_ids[end - n : end])] = end
+        self._num_read = max(self._num_read, len(token_ids) - 1)
+
+    def continuation(self, token_ids: list[int], count: int) -> list[int]:
+        """`count` tokens that followed the longest, latest match of the text's end; none without a match.
+
+        A match that near to the end is a loop, so where the text ends, what followed the match follows again.
+        """
+        end, _ = self._longest(token_ids)
+        period = len(token_ids) - end
+        return [token_ids[end + i % period] for i in range(count)] if period else []
+
+    def score(self, token_ids: list[int], emitted: Sequence[int]) -> tuple[float, ...]:
+        """A 1 for each token of the continuation that was emitted, and a 0 for the first that was not."""
+        labels = []
+        for mine, token in zip(self.continuation(token_ids, len(emitted)), emitted, strict=False):
+            labels.append(float(mine == token))
+            if mine != token:
+                break
+        return tuple(labels)
+
+    def match(self, token_ids: list[int]) -> int:
+        """Tokens before the continuation that agree with the text's end, up to `LONGEST_MATCH`; 0 without a match."""
+        end, count = self._longest(token_ids)
+        if count == LONGEST:
+            most, size = min(LONGEST_MATCH, end), len(token_ids)
+            while count < most and token_ids[end - count - 1] == token_ids[size - count - 1]:
+                count += 1
+        return count
+
+    def _longest(self, token_ids: list[int]) -> tuple[int, int]:
+        """Where the longest, latest match ends, and its tokens, up to `LONGEST`; the text's end and 0 without one."""
+        for n in range(min(LONGEST, len(token_ids)), 0, -1):
+            end = self._ends.get(tuple(token_ids[-n:]))
+            if end is not None:
+                return end, n
+        return len(token_ids), 0
