@@ -36,6 +36,8 @@ LONGEST = 1e6  # seconds; nothing that is longer was measured
 GAIN = 0.05  # of a correction, per observed step
 # What rows cost beyond the first is learned from what two steps differ by, as far as it is in doubt.
 STEP_NOISE = 0.05  # of a step: what two of the same rows differ by
+# Degrees of freedom of that noise: most steps differ by less, some were disturbed and differ by far more (Student's t).
+NOISE_TAIL = 3.0
 LARGEST_RISE_ERROR = 0.2  # of a step, that this difference may teach: the machine changes between steps, too
 FLAT_ROWS = 16  # a rise learns as if this part of a step came on top, or a row's part if there are more rows
 FIRST_DOUBT = 0.3  # of a rise and what comes on top: memory may have been slower when rows were measured
@@ -286,7 +288,10 @@ class CostModel:
                 variance = (part * (rise / more.predicted + flat)) ** 2 * self._doubts[index]
                 learning.append((index, part, variance))
                 in_doubt += variance
-        trust = min(in_doubt / (in_doubt + STEP_NOISE**2), MOST_TRUST)
+        # What neither doubt nor usual noise explains was a disturbance (Roth, Ozkan and Gustafsson, 2013).
+        unexplained = error**2 / (in_doubt + STEP_NOISE**2)
+        noise = STEP_NOISE**2 * (1.0 + unexplained / NOISE_TAIL)
+        trust = min(in_doubt / (in_doubt + noise), MOST_TRUST)
         if not trust:
             return 0.0
         for index, part, variance in learning:
