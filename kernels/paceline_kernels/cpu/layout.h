@@ -298,10 +298,10 @@ class Zeroed {
 public:
     T* get(int64_t elements, int64_t layout = 0) {
         if (elements > size_ || layout != layout_) {
-            size_ = std::max(elements, size_);
+            size_ = elements;
             layout_ = layout;
-            data_ = scratch_.get<T>(size_);
-            std::memset((void*)data_, 0, size_ * sizeof(T));
+            data_ = scratch_.get<T>(elements);
+            std::memset((void*)data_, 0, elements * sizeof(T));
         }
         return data_;
     }

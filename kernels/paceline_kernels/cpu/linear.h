@@ -21,7 +21,7 @@ bool by_tiles() {
     return sizeof(Element) < 4 && has_tiles();
 }
 
-// Few enough rows that their products wait for the weights rather than for arithmetic.
+// So many rows meet each tile of weights in one or two blocks, one tile after the other.
 inline bool few_blocks(int64_t rows) { return rows <= 2 * MOST_ROWS; }
 
 // How many of so many rows lie in a tile of activations: those that meet weights of these elements at once, in blocks of
