@@ -19,7 +19,14 @@ from paceline.models.config import Llama3Scaling
 from paceline_kernels import PagedBatch, reference
 from paceline_kernels.cpu.decoder import Choice, Choices
 from paceline_kernels.ops import Ops
-from support.decoding import assert_batches_change_nothing, fill, paged_logits, pages_for, random_weights
+from support.decoding import (
+    assert_batches_change_nothing,
+    fill,
+    paged_logits,
+    pages_for,
+    random_weights,
+    run_logits,
+)
 from support.native import needs_compiler, quantized_activations, quantized_weights, threads
 from support.pages import Pages
 
@@ -195,6 +202,22 @@ def test_the_number_of_threads_changes_nothing(format_: str) -> None:
         with threads(count):
             results.append(paged_logits(model, prompts))
     assert all(torch.equal(result[name], results[0][name]) for result in results for name in prompts)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_nothing_of_a_batch_is_left_to_the_next_one(format_: str) -> None:
+    """Not even where rows of another number lie elsewhere in memory: what pads them would meet zeros there, and infinity
+    times zero is no number.
+    """
+    weights = random_weights(NativeDecoder(CONFIG, torch.float32), seed=0)
+    weights["model.embed_tokens.weight"][1] = torch.inf
+    model = native(CONFIG, format_, weights)
+    prompt = [2, 3, 4, 5, 6]
+    expected = run_logits(model, prompt, [len(prompt)])
+    assert expected.isfinite().all()
+    for rows in (5, 20, 40, 70):
+        run_logits(model, [1] * rows, [rows])
+        assert torch.equal(run_logits(model, prompt, [len(prompt)]), expected), rows
 
 
 # ---- Drafts ----
