@@ -206,8 +206,8 @@ def test_the_number_of_threads_changes_nothing(format_: str) -> None:
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_nothing_of_a_batch_is_left_to_the_next_one(format_: str) -> None:
-    """Not even where rows of another number lie elsewhere in memory: what pads them would meet zeros there, and infinity
-    times zero is no number.
+    """Not even where rows of another number lie elsewhere in memory: what pads them meets zeros, and infinity times
+    zero is no number.
     """
     weights = random_weights(NativeDecoder(CONFIG, torch.float32), seed=0)
     weights["model.embed_tokens.weight"][1] = torch.inf

@@ -34,6 +34,9 @@ LARGEST_BUCKET = 1 << 20  # every count up to the last bucket has a place in mem
 LONGEST = 1e6  # seconds; nothing that is longer was measured
 
 GAIN = 0.05  # of a correction, per observed step
+# The same of what steps have in common, the first row: memory changes its speed from one moment to the next.
+LEVEL_GAIN = 0.25
+LARGEST_LEVEL_ERROR = 0.25  # of a step, that one step may teach about it
 # What rows cost beyond the first is learned from what two steps differ by, as far as it is in doubt.
 STEP_NOISE = 0.05  # of a step: what two of the same rows differ by
 # Degrees of freedom of that noise: most steps differ by less, some were disturbed and differ by far more (Student's t).
@@ -139,7 +142,7 @@ class CostModel:
         self._first_bucket = heights[0]
         self._rises = [after - before for before, after in itertools.pairwise(heights)]
         self._doubts = [FIRST_DOUBT**2 for _ in self._rises]  # variances of their relative errors
-        self._last_target: _TargetError | None = None
+        self._last_target: tuple[StepShape, float] | None = None  # the last step that taught, and its seconds
         self._last_lesson = 0  # observed steps before rises were corrected last
         self._per_context = float(per_context)
         self._per_sequence = float(per_sequence)
@@ -179,11 +182,12 @@ class CostModel:
 
     def target(self, rows: int, context: int, sequences: int = 0) -> float:
         """Seconds of a step without drafts."""
-        return self._target.at(rows) + self._per_context * context + self._per_sequence * sequences
+        return self._first_bucket + self._more.at(rows) + self._per_context * context + self._per_sequence * sequences
 
     def targets(self, rows: int, count: int, context: int, sequences: int = 0) -> Array:
         """Seconds of a step with `rows`, `rows + 1`, ... `rows + count` rows, [count + 1] float64."""
-        return self._target.span(rows, count) + (self._per_context * context + self._per_sequence * sequences)
+        same = self._first_bucket + self._per_context * context + self._per_sequence * sequences
+        return self._more.span(rows, count) + same
 
     def draft_passes(self, count: int) -> Array:
         """Seconds of one draft pass over 0, 1, ... `count` sequences, [count + 1] float64; none cost nothing."""
@@ -234,30 +238,35 @@ class CostModel:
     def _correct_target(self, shape: StepShape, observed: float) -> None:
         """Each term answers for its share of the step, as does what rows beyond the first cost (normalized least mean
         squares; Widrow and Hoff, 1960). So memory that has become slower or faster, for which few rows wait together,
-        hardly changes what one row more costs.
+        hardly changes what one row more costs. What the first row costs, which is mostly memory, follows within a few
+        steps; whatever it is, it is the same for two steps whose difference tells what rows cost.
         """
         predicted = self.target(shape.rows, shape.context, shape.sequences)
-        error = self._target_outliers.error(observed, predicted)
-        if error is None:
+        if self._target_outliers.error(observed, predicted) is None:
             return
-        first = self._target.at(0)
-        of_first, of_rise = first / predicted, (self._target.at(shape.rows) - first) / predicted
+        before, self._last_target = self._last_target, (shape, observed)
+        if before is not None and before[0].rows != shape.rows:
+            fewer, more = sorted([self._error_of(*before), self._error_of(shape, observed)], key=lambda it: it.rows)
+            if self._correct_rises(fewer, more) > MUCH_TRUST:
+                self._build_target()
+        now = self._error_of(shape, observed)
+        predicted, error = now.predicted, now.error
+        of_first, of_rise = self._first_bucket / predicted, self._more.at(shape.rows) / predicted
         of_context = self._per_context * shape.context / predicted
         of_sequences = self._per_sequence * shape.sequences / predicted
-        step = GAIN * error / (of_first**2 + of_rise**2 + of_context**2 + of_sequences**2)
-        self._first_bucket *= 1.0 + step * of_first
+        squares = of_first**2 + of_rise**2 + of_context**2 + of_sequences**2
+        level_error = min(max(error, -LARGEST_LEVEL_ERROR), LARGEST_LEVEL_ERROR)
+        self._first_bucket *= 1.0 + LEVEL_GAIN * level_error * of_first / squares
+        step = GAIN * error / squares
         rise_factor = 1.0 + step * of_rise
         self._rises = [rise * rise_factor for rise in self._rises]
         self._per_context *= 1.0 + step * of_context
         self._per_sequence *= 1.0 + step * of_sequences
-        now, before = _TargetError(shape.rows, predicted, error), self._last_target
-        if before is not None and before.rows != now.rows:
-            fewer, more = (before, now) if before.rows < now.rows else (now, before)
-            if self._correct_rises(fewer, more) > MUCH_TRUST:
-                self._build_target()
-                predicted = self.target(shape.rows, shape.context, shape.sequences)
-                now = _TargetError(shape.rows, predicted, _bounded_error(observed, predicted))
-        self._last_target = now
+
+    def _error_of(self, shape: StepShape, observed: float) -> _TargetError:
+        """At the prices as they are now."""
+        predicted = self.target(shape.rows, shape.context, shape.sequences)
+        return _TargetError(shape.rows, predicted, _bounded_error(observed, predicted))
 
     def _correct_rises(self, fewer: _TargetError, more: _TargetError) -> float:
         """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both.
@@ -317,7 +326,7 @@ class CostModel:
         self._first_pass = _Curve(self._sequences, self._first_seconds, at_zero=0.0)
 
     def _build_target(self) -> None:
-        self._target = _Curve(self._rows, self._seconds())
+        self._more = _Curve(self._rows, np.cumsum([0.0, *self._rises]))
 
     def _seconds(self) -> Array:
         """At the buckets of rows."""
