@@ -178,8 +178,8 @@ def uneven(rows: int) -> float:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8])
-def test_memory_that_changes_its_speed_is_followed_within_steps(rows: int) -> None:
-    """Nearly at once: what one step took is the best there is to tell what the next one will."""
+def test_memory_that_changes_its_speed_is_followed_within_a_dozen_steps(rows: int) -> None:
+    """What the last steps took tells best what the next one will; what a row more costs stays as it was."""
     costs = CostModel.from_functions(lambda rows: 0.020 + 0.0005 * rows)
     for memory in (0.012, 0.025, 0.012):
         seconds = memory + 0.0005 * rows
@@ -423,7 +423,7 @@ def test_it_comes_back_from_json_as_it_was() -> None:
     teach(costs, StepShape(20, 500, (3, 2), sequences=3), lambda: (0.02, 0.07), 4 * REBUILD_INTERVAL)
     again = CostModel.from_dict(json.loads(json.dumps(costs.as_dict())))
     assert again.as_dict() == costs.as_dict()
-    np.testing.assert_array_equal(again.targets(1, 100, 300, 5), costs.targets(1, 100, 300, 5))
+    np.testing.assert_allclose(again.targets(1, 100, 300, 5), costs.targets(1, 100, 300, 5), rtol=1e-12)
     np.testing.assert_array_equal(again.draft_passes(9), costs.draft_passes(9))
     np.testing.assert_array_equal(again.first_passes(9), costs.first_passes(9))
 

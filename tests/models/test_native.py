@@ -216,7 +216,7 @@ def test_nothing_of_a_batch_is_left_to_the_next_one(format_: str) -> None:
     expected = run_logits(model, prompt, [len(prompt)])
     assert expected.isfinite().all()
     for rows in (5, 20, 40, 70):
-        run_logits(model, [1] * rows, [rows])
+        assert not run_logits(model, [1] * rows, [rows]).isfinite().any()
         assert torch.equal(run_logits(model, prompt, [len(prompt)]), expected), rows
 
 

@@ -238,8 +238,8 @@ class CostModel:
     def _correct_target(self, shape: StepShape, observed: float) -> None:
         """Each term answers for its share of the step, as does what rows beyond the first cost (normalized least mean
         squares; Widrow and Hoff, 1960). So memory that has become slower or faster, for which few rows wait together,
-        hardly changes what one row more costs. What the first row costs, which is mostly memory, follows within a few
-        steps; whatever it is, it is the same for two steps whose difference tells what rows cost.
+        hardly changes what one row more costs. What the first row costs, which is mostly memory, follows within a dozen
+        steps; two steps whose difference tells what rows cost are told with the same one.
         """
         predicted = self.target(shape.rows, shape.context, shape.sequences)
         if self._target_outliers.error(observed, predicted) is None:
