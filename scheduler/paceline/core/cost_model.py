@@ -244,12 +244,13 @@ class CostModel:
         predicted = self.target(shape.rows, shape.context, shape.sequences)
         if self._target_outliers.error(observed, predicted) is None:
             return
+        now = self._error_of(shape, observed)
         before, self._last_target = self._last_target, (shape, observed)
         if before is not None and before[0].rows != shape.rows:
-            fewer, more = sorted([self._error_of(*before), self._error_of(shape, observed)], key=lambda it: it.rows)
+            fewer, more = sorted([self._error_of(*before), now], key=lambda it: it.rows)
             if self._correct_rises(fewer, more) > MUCH_TRUST:
                 self._build_target()
-        now = self._error_of(shape, observed)
+                now = self._error_of(shape, observed)
         predicted, error = now.predicted, now.error
         of_first, of_rise = self._first_bucket / predicted, self._more.at(shape.rows) / predicted
         of_context = self._per_context * shape.context / predicted
@@ -326,7 +327,7 @@ class CostModel:
         self._first_pass = _Curve(self._sequences, self._first_seconds, at_zero=0.0)
 
     def _build_target(self) -> None:
-        self._more = _Curve(self._rows, np.cumsum([0.0, *self._rises]))
+        self._more = _Curve(self._rows, self._seconds() - self._first_bucket)
 
     def _seconds(self) -> Array:
         """At the buckets of rows."""
