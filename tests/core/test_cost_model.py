@@ -197,6 +197,15 @@ def test_faster_memory_leaves_what_a_row_costs() -> None:
         assert costs.target(rows + 1, 0) - costs.target(rows, 0) == pytest.approx(0.0003, rel=0.1)
 
 
+@pytest.mark.parametrize("rows", [(1, 16), (16, 1), (2, 5)])
+def test_steps_of_any_rows_lose_the_same_seconds_to_faster_memory(rows: tuple[int, int]) -> None:
+    """Of the shorter one that is more, which says nothing of what rows cost."""
+    costs = CostModel.from_functions(uneven)
+    for count in rows:
+        costs.observe(StepShape(count, 0), 0.0, uneven(count) - 0.010)
+    assert costs.target(16, 0) - costs.target(1, 0) == pytest.approx(15 * 0.0003, rel=0.05)
+
+
 def test_what_a_row_costs_is_learned_while_memory_changes() -> None:
     """From steps that follow each other: its change is much larger."""
     costs = CostModel.from_functions(uneven)

@@ -270,7 +270,8 @@ class CostModel:
         return _TargetError(shape.rows, predicted, _bounded_error(observed, predicted))
 
     def _correct_rises(self, fewer: _TargetError, more: _TargetError) -> float:
-        """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both.
+        """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both. They
+        are compared in seconds: slower memory adds as many to either, a slower clock adds to what rows cost its share.
 
         They teach as far as what is in doubt about the rows between them exceeds what steps differ by anyway, and the
         rise that the more of it is in doubt learns the more (a Kalman filter for the relative errors of all rises;
@@ -284,7 +285,8 @@ class CostModel:
         passed = self._num_observed - self._last_lesson
         self._last_lesson = self._num_observed
         self._doubts = [min(doubt + passed * DRIFT**2, FIRST_DOUBT**2) for doubt in self._doubts]
-        error = min(max(more.error - fewer.error, -LARGEST_RISE_ERROR), LARGEST_RISE_ERROR)
+        error = (more.seconds - fewer.seconds) / more.predicted
+        error = min(max(error, -LARGEST_RISE_ERROR), LARGEST_RISE_ERROR)
         flat = 1.0 / max(more.rows, FLAT_ROWS)
         # Index of a rise, how much of it is between, and what of the step is in doubt by that, a variance.
         learning: list[tuple[int, float, float]] = []
@@ -410,6 +412,10 @@ class _TargetError:
     rows: int
     predicted: float
     error: float
+
+    @property
+    def seconds(self) -> float:
+        return self.error * self.predicted
 
 
 @dataclass(slots=True)
