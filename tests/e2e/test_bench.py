@@ -28,6 +28,7 @@ from paceline.bench import (
     swing,
 )
 from paceline.bench.limits import Figure, Memory, Passes
+from paceline.bench.setting import parse_settings
 from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
 from paceline.cli import app
 from paceline.core.calibration import Calibration
@@ -300,10 +301,10 @@ def test_a_closed_loop_keeps_the_number_of_streams(pair: tuple[Path, Path]) -> N
     stop = StopParams(max_tokens=3, ignore_eos=True)
     added = itertools.count()
     requests = (GenerationRequest((5, 6, 7), GREEDY, stop, SpeculationParams(Method.NONE)) for _ in added)
-    loop = swing.ClosedLoop(engine, requests)
+    loop = swing.ClosedLoop(engine, engine.scheduler.speculation, requests)
     ticks = itertools.count()
     engine.clock = lambda: next(ticks) * 0.001  # a millisecond every time that somebody looks
-    up = loop.run(3, 0.05)
+    (up,) = swing.run_phase([loop], 3, 0.05)
     assert up.streams == 3
     assert next(added) > 3, "those that end are replaced"
     assert max(step.tokens for step in up.steps) == 3
@@ -312,9 +313,36 @@ def test_a_closed_loop_keeps_the_number_of_streams(pair: tuple[Path, Path]) -> N
     oldest = min(engine.scheduler.requests)
     loop.resize(1)
     assert list(engine.scheduler.requests) == [oldest]
-    assert {step.tokens for step in loop.run(1, 0.05).steps} == {1}
+    (down,) = swing.run_phase([loop], 1, 0.05)
+    assert {step.tokens for step in down.steps} == {1}
     loop.resize(0)
     assert not engine.has_work
+
+
+def test_settings_take_turns_with_requests_of_their_own(pair: tuple[Path, Path]) -> None:
+    """Each has all of its phase's time, whose steps are as long as they are; nothing waits in another's queue."""
+    engine = _engine(pair)
+    stop = StopParams(max_tokens=3, ignore_eos=True)
+    settings = parse_settings("off,2,auto", Method.DRAFT_MODEL, None)
+
+    def loop(setting: depth.Setting) -> swing.ClosedLoop:
+        requests = (GenerationRequest((5, 6, 7), GREEDY, stop, setting.bounds) for _ in itertools.count())
+        return swing.ClosedLoop(engine, setting.control(engine), requests)
+
+    loops = [loop(setting) for setting in settings]
+    ticks = itertools.count()
+    engine.clock = lambda: next(ticks) * 0.001
+    for streams in (2, 1, 2):
+        phases = swing.run_phase(loops, streams, 0.05)
+        for phase in phases:
+            assert phase.steps[-1].began < 0.05 <= phase.steps[-1].ended
+            assert max(step.decodes for step in phase.steps) == streams
+        off, fixed, _ = (sum(step.drafts for step in phase.steps) for phase in phases)
+        assert (off, fixed > 0) == (0, True)
+    for each in loops:
+        each.resize(0)
+    assert not engine.has_work
+    engine.scheduler.check_invariants()
 
 
 def test_auto_is_compared_with_the_best_depth_of_each_phase() -> None:

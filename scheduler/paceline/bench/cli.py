@@ -23,6 +23,10 @@ Drafter = Annotated[
         "and fixed depths draft with the model if there is one.",
     ),
 ]
+Synthetic = Annotated[
+    str | None,
+    typer.Option(help="Keep drafts with this probability instead of the models'; several: requests in turn."),
+]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")]
 
 app = typer.Typer(help="Measure the engine against itself, in one run.", no_args_is_help=True)
@@ -156,10 +160,7 @@ def depth(
         bool,
         typer.Option("--mixed", help="Half of the streams copy, half are wild; fixed depths draft by the model."),
     ] = False,
-    synthetic: Annotated[
-        str | None,
-        typer.Option(help="Keep drafts with this probability instead of the models'; several: requests in turn."),
-    ] = None,
+    synthetic: Synthetic = None,
     json_out: JsonOut = None,
 ) -> None:
     """The adaptive depth against the best fixed one, no drafts, and other rules: decode alone, of the same streams."""
@@ -224,11 +225,13 @@ def swing(
     max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens, after which a new stream begins.")] = 512,
     dtype: Dtype = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    synthetic: Synthetic = None,
     json_out: JsonOut = None,
 ) -> None:
     """Load that swings between few streams and many: does the depth follow, and what is lost meanwhile?"""
     from paceline.bench.setting import default_method, parse_method, parse_settings
     from paceline.bench.swing import measure, render, to_json
+    from paceline.bench.synthetic import decree, parse_rates
     from paceline.core.params import SamplingParams
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
@@ -238,16 +241,19 @@ def swing(
     engine = build_engine(
         EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, low, high), prefix_cache="off")
     )
+    title = f"{model} with draft {draft}, method {method}, temperature {temperature}: {seconds:g} s a phase"
+    if synthetic is not None:
+        decree(engine, parse_rates(synthetic))
+        title = f"SYNTHETIC ACCEPTANCE {synthetic}: {title}"
     sampling = SamplingParams(temperature=temperature)
     sizes = [low, high] * swings
     rides = measure(engine, load_prompts(None), settings, sizes, seconds, prompt_tokens, max_tokens, sampling)
-    render(
-        rides, title=f"{model} with draft {draft}, method {method}, temperature {temperature}: {seconds:g} s a phase"
-    )
+    render(rides, title)
     if json_out is not None:
         described = {
             **{"model": model, "draft": draft, "method": method, "dtype": dtype, "temperature": temperature},
             **{"seconds": seconds, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens},
+            "synthetic_acceptance": synthetic,
         }
         write_json(json_out, to_json(rides, described))
 

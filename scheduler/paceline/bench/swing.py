@@ -1,4 +1,7 @@
-"""Load that swings between few streams and many: how `auto` follows, against every fixed depth."""
+"""Load that swings between few streams and many: how `auto` follows, against every fixed depth.
+
+Settings take turns by steps, so that memory that becomes slower does so for all of them.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline.bench.report import FILE_WIDTH
-from paceline.bench.setting import Setting, steered
+from paceline.bench.setting import Setting
 from paceline.bench.throughput import AUTO
+from paceline.bench.turns import Track, check_room
 from paceline.core.params import SamplingParams, StopParams
+from paceline.core.speculation import SpeculationControl
 from paceline.engine import Engine, GenerationRequest
 
 WARM_UP_SECONDS = 3.0
@@ -99,40 +104,58 @@ class Phase:
 
 
 class ClosedLoop:
-    """A constant number of streams: one that ends is replaced at once; where there are too many, the newest go.
+    """A constant number of streams by one setting: one that ends is replaced at once; where there are too many, the
+    newest go.
 
     Args:
         requests: as many as may be needed.
+
+    Attributes:
+        steps: of the phase.
     """
 
-    def __init__(self, engine: Engine, requests: Iterator[GenerationRequest]) -> None:
+    def __init__(self, engine: Engine, control: SpeculationControl, requests: Iterator[GenerationRequest]) -> None:
         self._engine = engine
+        self._track = Track(engine, control)
         self._requests = requests
         self._live: list[int] = []  # in order of arrival
+        self.steps: list[Step] = []
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps of the phase."""
+        return self.steps[-1].ended if self.steps else 0.0
 
     def resize(self, streams: int) -> None:
-        while len(self._live) > streams:
-            self._engine.abort(self._live.pop())
-        while len(self._live) < streams:
-            self._live.append(self._engine.add(next(self._requests)))
+        with self._track.taken():
+            while len(self._live) > streams:
+                self._engine.abort(self._live.pop())
+            while len(self._live) < streams:
+                self._live.append(self._engine.add(next(self._requests)))
 
-    def run(self, streams: int, seconds: float) -> Phase:
-        """Serve so many streams for that time, to the end of a step."""
-        start = self._engine.clock()
-        steps: list[Step] = []
-        began = ended = 0.0
-        while ended < seconds:
-            self.resize(streams)
+    def step(self, streams: int) -> None:
+        """One step with so many streams."""
+        self.resize(streams)
+        with self._track.taken():
+            began = self._engine.clock()
             plan = self._engine.plan()
             assert plan is not None, "a stream is live"
             outputs = self._engine.finish(plan, self._engine.runner.execute(plan))
-            finished = {output.request_id for output in outputs if output.finish is not None}
-            self._live = [request_id for request_id in self._live if request_id not in finished]
-            depths = [work.num_drafts for work in plan.work if work.samples and work.num_tokens == 1]
-            tokens = sum(len(output.token_ids) for output in outputs)
-            began, ended = ended, self._engine.clock() - start
-            steps.append(Step(began, ended, tokens, sum(depths), len(depths)))
-        return Phase(streams, steps)
+            seconds = self._engine.clock() - began
+        finished = {output.request_id for output in outputs if output.finish is not None}
+        self._live = [request_id for request_id in self._live if request_id not in finished]
+        depths = [work.num_drafts for work in plan.work if work.samples and work.num_tokens == 1]
+        tokens = sum(len(output.token_ids) for output in outputs)
+        self.steps.append(Step(self.seconds, self.seconds + seconds, tokens, sum(depths), len(depths)))
+
+
+def run_phase(loops: Sequence[ClosedLoop], streams: int, seconds: float) -> list[Phase]:
+    """So many streams for that time, to the end of a step, by each; the next step is always of who had least of it."""
+    for loop in loops:
+        loop.steps = []
+    while late := [loop for loop in loops if loop.seconds < seconds]:
+        min(late, key=lambda loop: loop.seconds).step(streams)
+    return [Phase(streams, loop.steps) for loop in loops]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,32 +188,22 @@ def measure(
         prompt_tokens: to which prompts are cut.
 
     Raises:
-        InvalidArgument, FailedPrecondition: a setting that the engine refuses.
+        InvalidArgument, FailedPrecondition: a setting that the engine refuses, or more than its KV pool has room for.
     """
     encoded = [engine.prepare(GenerationRequest(prompt)).prompt_token_ids[:prompt_tokens] for prompt in prompts]
+    check_room(engine, [prompt_tokens] * max(sizes), len(settings), max_tokens)
     stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
-    return [
-        _ride(engine, encoded, setting, sizes, seconds, stop, sampling)
-        for setting in track(settings, description="measuring")
-    ]
 
+    def loop(setting: Setting) -> ClosedLoop:
+        requests = (GenerationRequest(prompt, sampling, stop, setting.bounds) for prompt in itertools.cycle(encoded))
+        return ClosedLoop(engine, setting.control(engine), requests)
 
-def _ride(
-    engine: Engine,
-    prompts: Sequence[tuple[int, ...]],
-    setting: Setting,
-    sizes: Sequence[int],
-    seconds: float,
-    stop: StopParams,
-    sampling: SamplingParams,
-) -> Ride:
-    requests = (GenerationRequest(prompt, sampling, stop, setting.bounds) for prompt in itertools.cycle(prompts))
-    loop = ClosedLoop(engine, requests)
-    with steered(engine, setting.control(engine)):
-        loop.run(max(sizes), min(WARM_UP_SECONDS, seconds))
-        phases = [loop.run(streams, seconds) for streams in sizes]
-        loop.resize(0)
-    return Ride(setting, phases)
+    loops = [loop(setting) for setting in settings]
+    run_phase(loops, max(sizes), min(WARM_UP_SECONDS, seconds))
+    phases = [run_phase(loops, streams, seconds) for streams in track(sizes, description="measuring")]
+    for each in loops:
+        each.resize(0)
+    return [Ride(setting, list(mine)) for setting, mine in zip(settings, zip(*phases, strict=True), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

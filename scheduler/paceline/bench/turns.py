@@ -1,4 +1,4 @@
-"""The same batch by several settings at once, in one engine, which take turns by steps.
+"""Several settings at once, in one engine, which take turns by steps; the same batch by all of them.
 
 Whatever the machine does meanwhile to its memory or its clock, it does to all of them: they are never further apart
 than a few steps. Each has requests, policy, prices and estimates of its own; they share the weights, the KV pool, and
@@ -23,6 +23,7 @@ from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.request import Request
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_counts import SpeculationCounts
+from paceline.core.tenants import Tenants
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.delta import Output
 from paceline.errors import FailedPrecondition
@@ -47,8 +48,31 @@ class Served(NamedTuple):
     counts: SpeculationCounts
 
 
+class Track:
+    """What a setting has of its own in an engine that several share: what chooses depths, and requests, which are in
+    the scheduler's batch and queues only while it is taken.
+    """
+
+    def __init__(self, engine: Engine, control: SpeculationControl) -> None:
+        self.control = control
+        self.running: dict[int, Request] = {}
+        self._engine = engine
+        self._tenants = Tenants({})
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        scheduler = self._engine.scheduler
+        others = scheduler.running, scheduler.tenants
+        scheduler.running, scheduler.tenants = self.running, self._tenants
+        try:
+            with steered(self._engine, self.control):
+                yield
+        finally:
+            scheduler.running, scheduler.tenants = others
+
+
 class Lane:
-    """A batch as one setting serves it. Its requests are in the scheduler's batch during its own steps alone.
+    """A batch as one setting serves it, on a track of its own.
 
     Args:
         control, bounds: of the setting.
@@ -59,9 +83,8 @@ class Lane:
 
     def __init__(self, engine: Engine, control: SpeculationControl, bounds: SpeculationParams) -> None:
         self._engine = engine
-        self._control = control
+        self._track = Track(engine, control)
         self._bounds = bounds
-        self._running: dict[int, Request] = {}
         self._requests: list[Request] = []
         self.tokens = 0
         self.seconds = 0.0
@@ -70,7 +93,7 @@ class Lane:
 
     def start(self, batch: Sequence[Stream], stop: StopParams) -> None:
         """Serve the batch until all have their first token."""
-        with self._on_track():
+        with self._track.taken():
             for prompt, sampling in batch:
                 request_id = self._engine.add(GenerationRequest(prompt, sampling, stop, self._bounds))
                 self._requests.append(self._engine.scheduler.requests[request_id])
@@ -87,17 +110,18 @@ class Lane:
         self.policy_seconds += watch.policy.seconds - policy
         self.tokens += sum(len(output.token_ids) for output in outputs)
         whole = all(output.finish is None for output in outputs)
-        assert not whole or len(self._running) == len(self._requests), "room was made for all before"
+        assert not whole or len(self._track.running) == len(self._requests), "room was made for all before"
         return whole
 
     def _step(self, watch: Watch) -> list[Output]:
-        policy = self._control.policy
-        with self._on_track():
-            self._control.policy = TimedPolicy(policy, watch.policy)
+        control = self._track.control
+        policy = control.policy
+        with self._track.taken():
+            control.policy = TimedPolicy(policy, watch.policy)
             try:
                 return self._engine.step()
             finally:
-                self._control.policy = policy
+                control.policy = policy
 
     def served(self) -> Served:
         counts = SpeculationCounts()
@@ -106,19 +130,9 @@ class Lane:
         return Served(self.tokens, self.seconds, self.control_seconds, self.policy_seconds, counts)
 
     def end(self) -> None:
-        with self._on_track():
+        with self._track.taken():
             for request in self._requests:
                 self._engine.abort(request.request_id)
-
-    @contextmanager
-    def _on_track(self) -> Iterator[None]:
-        scheduler = self._engine.scheduler
-        others, scheduler.running = scheduler.running, self._running
-        try:
-            with steered(self._engine, self._control):
-                yield
-        finally:
-            scheduler.running = others
 
 
 def serve_batch(

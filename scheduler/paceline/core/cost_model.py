@@ -270,8 +270,8 @@ class CostModel:
         return _TargetError(shape.rows, predicted, _bounded_error(observed, predicted))
 
     def _correct_rises(self, fewer: _TargetError, more: _TargetError) -> float:
-        """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both. They
-        are compared in seconds: slower memory adds as many to either, a slower clock adds to what rows cost its share.
+        """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both, by
+        as many seconds. (Memory has; where the clock has changed, too, the difference is what rows cost more.)
 
         They teach as far as what is in doubt about the rows between them exceeds what steps differ by anyway, and the
         rise that the more of it is in doubt learns the more (a Kalman filter for the relative errors of all rises;
