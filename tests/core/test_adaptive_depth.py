@@ -926,11 +926,13 @@ def test_requests_go_on_while_what_they_lose_together_is_paid_for(count: int) ->
     """A pass for all costs half a step, which they earn in part: .1 of a step is lost each time, at once by as many."""
     policy = adaptive(costs_by(lambda rows: 1.0, lambda _: 0.5))
     depths = [choose(policy, *(candidate(0.4, i) for i in range(count))) for _ in range(200)]
-    lasted = depths.index([0] * count)
-    assert depths[:lasted] == [[1] * count] * lasted
+    # A step without drafts, to check what they save, is not the end.
+    ended = next(step for step in range(200) if not any(map(any, depths[step : step + DWELL])))
+    lasted = depths[:ended].count([1] * count)
+    assert ended - lasted == depths[:ended].count([0] * count) <= ended // DWELL
     credit = max(LEAST_CREDIT, PROBE_CREDIT / count)
     assert 0.1 * lasted == pytest.approx(credit, abs=0.1 * DWELL + 0.1 * credit)
-    assert sum(map(any, depths[lasted:])) <= 0.01 / 0.1 * (200 - lasted) + DWELL
+    assert sum(map(any, depths[ended:])) <= 0.01 / 0.1 * (200 - ended) + DWELL
 
 
 def test_prompts_beside_the_first_decision_buy_no_probes() -> None:
@@ -1042,6 +1044,19 @@ def test_now_and_then_a_step_is_taken_without_drafts_to_check_what_they_save() -
     assert all(PLAIN_INTERVAL / 3 < steps <= PLAIN_INTERVAL for steps in between)
     fixed = adaptive(costs_by(lambda rows: 1.0))
     assert not plain_steps(fixed, 2 * PLAIN_INTERVAL, lambda rows: 1.0, lowest=1)
+
+
+def test_what_a_draft_takes_is_checked_while_a_request_only_goes_on() -> None:
+    """Or else an error about it would keep it going."""
+    policy = adaptive(costs_by(lambda rows: 1.0, lambda _: 0.5))
+    depths = []
+    for _ in range(40):
+        (depth,) = choose(policy, candidate(0.45))
+        depths.append(depth)
+        kind = StepKind.VERIFY if depth else StepKind.DECODE
+        policy.observe(Outcome(StepShape(1 + depth, 0, kind=kind), 0.0, 1.0 + 0.5 * depth, 1, 1, ()))
+    assert depths[0] == depths[-1] == 1
+    assert 1 <= depths.count(0) <= 40 // LEAST_PLAIN_INTERVAL
 
 
 def test_where_drafts_hardly_pay_steps_without_them_are_frequent() -> None:

@@ -172,9 +172,8 @@ class AdaptiveDepth:
         if any([candidate.lowest < candidate.highest for candidate in candidates]):
             self._probe_seconds += share * passed
         self._probe_seconds = min(self._probe_seconds, PROBE_SAVINGS * share)
-        plain = step.slots > 0 and self._takes_plain_step(step, passed)
         self._go_on(step, slot_price / second)
-        if plain:
+        if step.slots > 0 and self._takes_plain_step(step, passed):
             return [NOTHING] * len(candidates)
         self._probe(step, slot_price / second)
         return step.chosen
