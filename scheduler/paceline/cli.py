@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -291,7 +292,7 @@ def serve(
         log_format=log_format,
         tenants=tenants,
     )
-    built = settings()
+    built = replace(settings(), take_memory=True)
     configure(log_format)
     run_server(lambda: build_engine(built), served)
 

@@ -54,6 +54,7 @@ class EngineSettings:
         draft: a directory, "demo" for the embedded draft, "ngram" or "none".
         dtype: "auto", "float32" or "bfloat16".
         kv_cache_memory: bytes for target and draft KV together.
+        take_memory: all of it from the system at start, for which no step has to wait then.
         depth: "auto", "off", or a number of drafts for every request.
         min_depth: lowest depth of a request that does not ask for less.
         max_depth: highest depth of any request; None takes MAX_DEPTH, or `depth` if that is higher. 0 is off.
@@ -76,6 +77,7 @@ class EngineSettings:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     kv_cache_memory: int | None = None
+    take_memory: bool = False
     block_size: int = 16
     seed: int = 0
     depth: str = "auto"
@@ -151,15 +153,19 @@ def build_engine(settings: EngineSettings) -> Engine:
     def load(path: Path, quantization: str) -> Model:
         return load_native(path, dtype, int8=quantization == "int8") if native else load_model(path, dtype, device)
 
+    def kv_cache(model: Model) -> KVCache:
+        cache = KVCache(model, num_blocks, settings.block_size)
+        if settings.take_memory:
+            cache.take_memory()
+        return cache
+
     target = load(model_path, settings.quantization)
     ngram = Ngram()
     drafters: dict[Method, Drafter] = {} if max_depth == 0 else {Method.NGRAM: ngram}
     if draft_path is not None and draft_config is not None:
         draft = load(draft_path, settings.draft_quantization)
-        drafters[Method.DRAFT_MODEL] = DraftModel(draft, KVCache(draft, num_blocks, settings.block_size), settings.seed)
-    runner = ModelRunner(
-        target, KVCache(target, num_blocks, settings.block_size), drafters, settings.seed, scorer=ngram
-    )
+        drafters[Method.DRAFT_MODEL] = DraftModel(draft, kv_cache(draft), settings.seed)
+    runner = ModelRunner(target, kv_cache(target), drafters, settings.seed, scorer=ngram)
     engine = Engine(
         Scheduler(scheduler_config, SpeculationControl(FixedDepth(depth or 0))),
         runner,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -129,3 +130,20 @@ def test_kv_memory_becomes_blocks(pair: tuple[str, str], backend: str, block_siz
     assert isinstance(engine.runner, ModelRunner)
     [(keys, values), *_] = caches = engine.runner.kv_cache
     assert (len(caches), len(keys), keys.nbytes, values.nbytes) == (2, 70, 70 * per_block / 8, 70 * per_block / 8)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_kv_memory_is_taken_at_start_if_asked(pair: tuple[str, str], taken: bool) -> None:
+    size = 128 << 20
+    engines = []
+    before = _resident_memory()
+    for kv_cache_memory in (1 << 20, size):
+        engines.append(build_engine(EngineSettings(*pair, kv_cache_memory=kv_cache_memory, take_memory=taken)))
+    grown = _resident_memory() - before
+    assert grown >= 0.99 * size if taken else grown < 0.5 * size
+
+
+def _resident_memory() -> int:
+    """Bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -178,7 +178,8 @@ def depth(
     sizes, drafter = parse_sizes(concurrency), parse_method(method)
     fixed_drafter = drafter or (None if mixed else default_method(draft))
     settings = parse_settings(depths, fixed_drafter, drafter)
-    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, *sizes)))
+    most = max(64, *sizes)
+    engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=most, take_memory=True))
     sampling = None if mixed else SamplingParams(temperature=temperature, seed=seed)
     seeded = "" if seed is None else f", seeds from {seed}"
     kind = "copying and wild streams" if mixed else f"temperature {temperature}{seeded}"
@@ -222,7 +223,7 @@ def swing(
     ] = "off,1,2,3,4,5,6,auto",
     method: Drafter = "auto",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="To which prompts are cut.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens, after which a new stream begins.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens, after which a new stream begins.")] = 256,
     dtype: Dtype = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     synthetic: Synthetic = None,
@@ -238,8 +239,9 @@ def swing(
 
     drafter = parse_method(method)
     settings = parse_settings(depths, drafter or default_method(draft), drafter)
+    most = max(64, low, high)
     engine = build_engine(
-        EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=max(64, low, high), prefix_cache="off")
+        EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=most, prefix_cache="off", take_memory=True)
     )
     title = f"{model} with draft {draft}, method {method}, temperature {temperature}: {seconds:g} s a phase"
     if synthetic is not None:

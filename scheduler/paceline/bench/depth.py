@@ -23,7 +23,7 @@ from rich.table import Table
 from paceline.bench.report import FILE_WIDTH
 from paceline.bench.setting import Setting
 from paceline.bench.throughput import AUTO, OFF
-from paceline.bench.turns import Served, Stream, serve_batch, take_memory
+from paceline.bench.turns import Served, Stream, serve_batch
 from paceline.core.baselines import BASELINES
 from paceline.core.params import SamplingParams
 from paceline.core.speculation import SpeculationControl
@@ -190,7 +190,6 @@ def measure(
         InvalidArgument, FailedPrecondition: a setting that the engine refuses.
     """
     encoded = [engine.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
-    take_memory(engine)
     for size in sizes:
         cell = Cell(size, {setting.name: Run.start(setting, engine) for setting in settings})
         measure_cell(engine, cell, workload(encoded, size, prompts_per_cell, sampling), max_tokens, explore, rounds)

@@ -19,7 +19,7 @@ from rich.table import Table
 from paceline.bench.report import FILE_WIDTH
 from paceline.bench.setting import Setting
 from paceline.bench.throughput import AUTO
-from paceline.bench.turns import Track, check_room, take_memory
+from paceline.bench.turns import Track, check_room
 from paceline.core.params import SamplingParams, StopParams
 from paceline.core.speculation import SpeculationControl
 from paceline.engine import Engine, GenerationRequest
@@ -198,7 +198,6 @@ def measure(
         requests = (GenerationRequest(prompt, sampling, stop, setting.bounds) for prompt in itertools.cycle(encoded))
         return ClosedLoop(engine, setting.control(engine), requests)
 
-    take_memory(engine)
     loops = [loop(setting) for setting in settings]
     run_phase(loops, max(sizes), min(WARM_UP_SECONDS, seconds))
     phases = [run_phase(loops, streams, seconds) for streams in track(sizes, description="measuring")]

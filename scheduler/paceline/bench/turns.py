@@ -27,8 +27,6 @@ from paceline.core.tenants import Tenants
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.delta import Output
 from paceline.errors import FailedPrecondition
-from paceline.runner import ModelRunner
-from paceline.speculation import DraftModel
 
 Stream: TypeAlias = tuple[tuple[int, ...], SamplingParams]  # a prompt, and how it is sampled
 
@@ -135,18 +133,6 @@ class Lane:
         with self._track.taken():
             for request in self._requests:
                 self._engine.abort(request.request_id)
-
-
-def take_memory(engine: Engine) -> None:
-    """Of all KV, before anything is measured: or else steps that begin new blocks wait for it, and who serves more of
-    them waits more.
-    """
-    runner = engine.runner
-    if isinstance(runner, ModelRunner):
-        runner.kv_cache.take_memory()
-        for drafter in runner.drafters.values():
-            if isinstance(drafter, DraftModel):
-                drafter.kv_cache.take_memory()
 
 
 def serve_batch(

@@ -29,7 +29,7 @@ class KVCache(Sequence[tuple[Tensor, Tensor]]):
         self._layers = [(keys, values) for keys, values in layers]
 
     def take_memory(self) -> None:
-        """Now, rather than where it is first written, which takes long. Forgets what is in all blocks."""
+        """From the system, now: or else whatever step first writes to a page waits for it. All blocks are zero then."""
         for keys, values in self._layers:
             keys.zero_()
             values.zero_()
