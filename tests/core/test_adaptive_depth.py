@@ -925,11 +925,15 @@ def test_a_probe_that_pays_makes_the_request_draft() -> None:
 def test_requests_go_on_while_what_they_lose_together_is_paid_for(count: int) -> None:
     """A pass for all costs half a step, which they earn in part: .1 of a step is lost each time, at once by as many."""
     policy = adaptive(costs_by(lambda rows: 1.0, lambda _: 0.5))
-    depths = [choose(policy, *(candidate(0.4, i) for i in range(count))) for _ in range(200)]
+    depths = []
+    for _ in range(200):
+        depths.append(choose(policy, *(candidate(0.4, i) for i in range(count))))
+        if not any(depths[-1]):
+            policy.observe(Outcome(StepShape(count, 0), 0.0, 1.0, count, count, ()))
     # A step without drafts, to check what they save, is not the end.
     ended = next(step for step in range(200) if not any(map(any, depths[step : step + DWELL])))
     lasted = depths[:ended].count([1] * count)
-    assert ended - lasted == depths[:ended].count([0] * count) <= ended // DWELL
+    assert ended - lasted == depths[:ended].count([0] * count) <= ended // LEAST_PLAIN_INTERVAL
     credit = max(LEAST_CREDIT, PROBE_CREDIT / count)
     assert 0.1 * lasted == pytest.approx(credit, abs=0.1 * DWELL + 0.1 * credit)
     assert sum(map(any, depths[ended:])) <= 0.01 / 0.1 * (200 - ended) + DWELL

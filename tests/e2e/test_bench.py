@@ -247,6 +247,7 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["limits", "--kv-cache-memory", "much"], "is not a size"),
         (["limits", "--model", "nowhere"], "nowhere"),
         (["backends", "--dtype", "auto"], "dtype = 'auto': must be float32 or bfloat16"),
+        (["swing", "--synthetic", "0.9,0.3"], "synthetic = '0.9,0.3': must be one probability here"),
     ],
 )
 def test_bad_options_are_refused(options: list[str], words: str) -> None:
@@ -319,9 +320,15 @@ def test_a_closed_loop_keeps_the_number_of_streams(pair: tuple[Path, Path]) -> N
     assert not engine.has_work
 
 
-def test_settings_take_turns_with_requests_of_their_own(pair: tuple[Path, Path]) -> None:
-    """Each has all of its phase's time, whose steps are as long as they are; nothing waits in another's queue."""
-    engine = _engine(pair)
+def test_settings_take_turns_with_requests_of_their_own(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has all of its phase's time, and no step waits for what another has queued: one prompt fills a step."""
+    engine = build_engine(
+        EngineSettings(
+            model=str(pair[0]), draft=str(pair[1]), dtype="float32", max_num_seqs=3, max_num_batched_tokens=3
+        )
+    )
     stop = StopParams(max_tokens=3, ignore_eos=True)
     settings = parse_settings("off,2,auto", Method.DRAFT_MODEL, None)
 
@@ -332,8 +339,18 @@ def test_settings_take_turns_with_requests_of_their_own(pair: tuple[Path, Path])
     loops = [loop(setting) for setting in settings]
     ticks = itertools.count()
     engine.clock = lambda: next(ticks) * 0.001
+    stepped: list[swing.ClosedLoop] = []
+    step = swing.ClosedLoop.step
+
+    def noted(self: swing.ClosedLoop, streams: int) -> None:
+        stepped.append(self)
+        step(self, streams)
+
+    monkeypatch.setattr(swing.ClosedLoop, "step", noted)
     for streams in (2, 1, 2):
+        stepped.clear()
         phases = swing.run_phase(loops, streams, 0.05)
+        assert set(stepped[:3]) == set(stepped[3:6]) == set(loops), "in turns"
         for phase in phases:
             assert phase.steps[-1].began < 0.05 <= phase.steps[-1].ended
             assert max(step.decodes for step in phase.steps) == streams
@@ -368,9 +385,11 @@ def test_the_command_swing(tmp_path: Path) -> None:
     target, draft = tiny_pair(tmp_path, max_position_embeddings=4096)
     command = ["bench", "swing", "--model", str(target), "--draft", str(draft), "--low", "1", "--high", "3"]
     options = ["--seconds", "0.2", "--swings", "2", "--depth", "off,2,auto", "--prompt-tokens", "5"]
+    options += ["--synthetic", "0.5"]
     result = CliRunner().invoke(app, [*command, *options, "--json", str(tmp_path / "out.json")])
     assert result.exit_code == 0, result.output
     assert "auto / best fixed depth of each phase" in result.output
+    assert "SYNTHETIC" in result.output
     said = json.loads((tmp_path / "out.json").read_text())
     assert [run["depth"] for run in said["depths"]] == ["off", "2", "auto"]
     for run in said["depths"]:

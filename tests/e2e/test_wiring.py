@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline import wiring
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 from paceline.llm import LLM
@@ -135,11 +137,12 @@ def test_kv_memory_becomes_blocks(pair: tuple[str, str], backend: str, block_siz
 @pytest.mark.parametrize("taken", [False, True])
 def test_kv_memory_is_taken_at_start_if_asked(pair: tuple[str, str], taken: bool) -> None:
     size = 128 << 20
-    engines = []
+    gc.collect()
+    first = build_engine(EngineSettings(*pair, kv_cache_memory=1 << 20, take_memory=taken))
     before = _resident_memory()
-    for kv_cache_memory in (1 << 20, size):
-        engines.append(build_engine(EngineSettings(*pair, kv_cache_memory=kv_cache_memory, take_memory=taken)))
+    second = build_engine(EngineSettings(*pair, kv_cache_memory=size, take_memory=taken))
     grown = _resident_memory() - before
+    assert first.scheduler.config.num_blocks < second.scheduler.config.num_blocks
     assert grown >= 0.99 * size if taken else grown < 0.5 * size
 
 
@@ -147,3 +150,17 @@ def _resident_memory() -> int:
     """Bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(("most", "taken"), [(str(64 << 20), 8 << 20), ("max", None), ("", None)])
+def test_a_container_s_limit_bounds_kv_memory(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: str, taken: int | None
+) -> None:
+    monkeypatch.setattr(wiring, "CGROUP", tmp_path)
+    (tmp_path / "memory.current").write_text(f"{32 << 20}\n")
+    if most:
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+    engine = build_engine(EngineSettings(*pair, dtype="float32", max_num_seqs=1024, max_num_batched_tokens=2048))
+    assert isinstance(engine.runner, ModelRunner)
+    memory = sum(layer.nbytes for cache in engine.runner.kv_cache for layer in cache)
+    assert memory <= taken if taken is not None else memory > 64 << 20

@@ -234,18 +234,22 @@ def swing(
     from paceline.bench.swing import measure, render, to_json
     from paceline.bench.synthetic import decree, parse_rates
     from paceline.core.params import SamplingParams
+    from paceline.errors import InvalidArgument
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
     drafter = parse_method(method)
     settings = parse_settings(depths, drafter or default_method(draft), drafter)
+    rates = [] if synthetic is None else parse_rates(synthetic)
+    if len(rates) > 1:
+        raise InvalidArgument("synthetic", synthetic, "one probability here: settings take turns, and so would rates")
     most = max(64, low, high)
     engine = build_engine(
         EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=most, prefix_cache="off", take_memory=True)
     )
     title = f"{model} with draft {draft}, method {method}, temperature {temperature}: {seconds:g} s a phase"
-    if synthetic is not None:
-        decree(engine, parse_rates(synthetic))
+    if rates:
+        decree(engine, rates)
         title = f"SYNTHETIC ACCEPTANCE {synthetic}: {title}"
     sampling = SamplingParams(temperature=temperature)
     sizes = [low, high] * swings

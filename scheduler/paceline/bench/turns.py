@@ -51,6 +51,10 @@ class Served(NamedTuple):
 class Track:
     """What a setting has of its own in an engine that several share: what chooses depths, and requests, which are in
     the scheduler's batch and queues only while it is taken.
+
+    Attributes:
+        control: of the setting.
+        running: its requests, by id.
     """
 
     def __init__(self, engine: Engine, control: SpeculationControl) -> None:
@@ -61,6 +65,7 @@ class Track:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
+        """Meanwhile the engine is this setting's. Changes the scheduler, and changes it back."""
         scheduler = self._engine.scheduler
         others = scheduler.running, scheduler.tenants
         scheduler.running, scheduler.tenants = self.running, self._tenants

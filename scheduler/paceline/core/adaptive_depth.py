@@ -174,6 +174,7 @@ class AdaptiveDepth:
         if any([candidate.lowest < candidate.highest for candidate in candidates]):
             self._probe_seconds += share * passed
         self._probe_seconds = min(self._probe_seconds, PROBE_SAVINGS * share)
+        # First, so that what only goes on counts as drafts whose price is to be checked.
         self._go_on(step, slot_price / second)
         if step.slots > 0 and self._takes_plain_step(step, passed):
             return [NOTHING] * len(candidates)

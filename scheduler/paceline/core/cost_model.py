@@ -271,7 +271,8 @@ class CostModel:
 
     def _correct_rises(self, fewer: _TargetError, more: _TargetError) -> float:
         """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both, by
-        as many seconds. So memory teaches nothing here, and a slower clock what it adds to each row.
+        as many seconds: memory, as far as it does not hide what rows cost. (By shares it would be a clock; of one that
+        has slowed down, this learns at once what it adds to each row.)
 
         They teach as far as what is in doubt about the rows between them exceeds what steps differ by anyway, and the
         rise that the more of it is in doubt learns the more (a Kalman filter for the relative errors of all rises;
