@@ -199,10 +199,12 @@ def measure(
         return ClosedLoop(engine, setting.control(engine), requests)
 
     loops = [loop(setting) for setting in settings]
-    run_phase(loops, max(sizes), min(WARM_UP_SECONDS, seconds))
-    phases = [run_phase(loops, streams, seconds) for streams in track(sizes, description="measuring")]
-    for each in loops:
-        each.resize(0)
+    try:
+        run_phase(loops, max(sizes), min(WARM_UP_SECONDS, seconds))
+        phases = [run_phase(loops, streams, seconds) for streams in track(sizes, description="measuring")]
+    finally:
+        for each in loops:
+            each.resize(0)
     return [Ride(setting, list(mine)) for setting, mine in zip(settings, zip(*phases, strict=True), strict=True)]
 
 
