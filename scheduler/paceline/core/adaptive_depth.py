@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
-from paceline.core.cost_model import Array, CostModel, StepKind, StepShape
+from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import (
     NOTHING,
     Chosen,
@@ -336,15 +334,15 @@ class AdaptiveDepth:
             return
         second = self.decision.price_of_time
         ready.sort(key=lambda pair: self.costs.draft_rows(pair[1].catch_up) - pair[1].survivals[0] / second)
-        earned = np.cumsum([offer.survivals[0] for _, offer in ready]) / second
-        lost = step.seconds_of_first_drafts([offer for _, offer in ready]) - earned
-        lost += slot_seconds * np.arange(1, len(ready) + 1)
-        affordable = np.flatnonzero((lost <= earned) & (DWELL * lost <= self._probe_seconds))
-        if not len(affordable):
-            return
-        last = affordable.item(-1)
-        self._probe_seconds -= DWELL * max(lost.item(last), 0.0)
-        for index, offer in ready[: last + 1]:
+        count, earned, lost = 0, 0.0, 0.0
+        first_drafts = step.seconds_of_first_drafts([offer for _, offer in ready])
+        for number, ((_, offer), seconds) in enumerate(zip(ready, first_drafts), 1):
+            earned += offer.survivals[0] / second
+            loses = seconds - earned + slot_seconds * number
+            if loses <= earned and DWELL * loses <= self._probe_seconds:
+                count, lost = number, loses
+        self._probe_seconds -= DWELL * max(lost, 0.0)
+        for index, offer in ready[:count]:
             step.draft_one_more(index, offer)
             self._chosen[step.candidates[index].request_id] = step.chosen[index]
 
@@ -460,16 +458,19 @@ class _Step:
             seconds += by_count.item(count + 1) - by_count.item(count) + self.costs.draft_rows(catch_up)
         return seconds
 
-    def seconds_of_first_drafts(self, offers: Sequence[Offer]) -> Array:
+    def seconds_of_first_drafts(self, offers: Sequence[Offer]) -> list[float]:
         """By how much the step becomes longer if the first 1, 2, ... of these requests, idle ones, draft once by the
-        draft model: [count] float64, infinite where there is no row for them.
+        draft model; infinite where there is no row for them.
         """
-        count, behind = len(offers), np.cumsum([offer.catch_up for offer in offers])
         drafting = self._passes[0] if self._passes else 0
-        targets = self.costs.targets(self.load.rows + self.slots, count, self.load.context)
-        passes = self.costs.first_passes(drafting + count)[drafting:]
-        seconds: Array = (targets - targets[0] + passes - passes[0])[1:] + self.costs.draft_rows(1) * behind
-        seconds[self.slots + self.catch_up + np.arange(1, count + 1) + behind > self.load.budget] = math.inf
+        targets = self.costs.targets(self.load.rows + self.slots, len(offers), self.load.context).tolist()
+        passes = self.costs.first_passes(drafting + len(offers))[drafting:].tolist()
+        seconds, behind = [], 0
+        for number, offer in enumerate(offers, 1):
+            behind += offer.catch_up
+            fits = self.slots + self.catch_up + number + behind <= self.load.budget
+            more = targets[number] - targets[0] + passes[number] - passes[0] + self.costs.draft_rows(behind)
+            seconds.append(more if fits else math.inf)
         return seconds
 
     def draft_one_more(self, index: int, offer: Offer) -> None:

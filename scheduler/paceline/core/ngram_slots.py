@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, offer_by
 from paceline.core.method import DRAFT_MODEL, NGRAM
 from paceline.core.prices import Prices
-from paceline.core.slot_order import Run, best_depths, net
+from paceline.core.slot_order import Run, best_count, best_depths
 
 
 class NgramProblem:
@@ -34,6 +34,8 @@ class NgramProblem:
 
     def solve(self) -> list[Chosen]:
         matched = self._matched()
+        if not matched:
+            return self.standing
         copying = self._copying(matched)
         if not any([self.standing[index].depth for index in matched]):
             return self._joined(copying)
@@ -66,7 +68,8 @@ class NgramProblem:
                     alone = self.prices.of_slots(self.prices.load.rows, deepest)
                 drafting = self.prices.of_drafting(candidate, by_model, depth)
                 gain = max(0.0, sum(by_model.survivals[:depth]) - alone[depth] - drafting)
-                if max(net(offer.survivals[: candidate.reach(self.max_depth)], alone)) <= gain:
+                _, by_ngram = best_count(offer.survivals[: candidate.reach(self.max_depth)], alone)
+                if by_ngram <= gain:
                     continue
             copying[index] = offer
         return copying
@@ -79,11 +82,11 @@ class NgramProblem:
             runs.append(Run(index, candidate.lowest, offer.survivals[: candidate.reach(self.max_depth)]))
         rows, budget = self._beside(copying)
         depths = best_depths(runs, budget, lambda count: self.prices.of_slots(rows, count))
-        if not depths:
+        if not any(depths.values()):
             return self.standing
         chosen = list(self.standing)
-        for index in copying:
-            chosen[index] = Chosen(NGRAM, depths[index]) if depths[index] else NOTHING
+        for index, depth in depths.items():
+            chosen[index] = Chosen(NGRAM, depth) if depth else NOTHING
         return chosen
 
     def _beside(self, copying: dict[int, Offer]) -> tuple[int, int]:

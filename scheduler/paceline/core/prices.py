@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import DepthCandidate, Offer, StepLoad
 from paceline.core.slots import reading_seconds
 
 
-@dataclass(frozen=True, slots=True)
 class Prices:
     """Of one step.
 
@@ -21,11 +19,14 @@ class Prices:
         passes: what one sequence adds to each draft pass, at least one; passes behind cost as much as the last.
     """
 
-    costs: CostModel
-    load: StepLoad
-    second: float
-    slot_price: float
-    passes: list[float]
+    __slots__ = ("costs", "load", "passes", "second", "slot_price")
+
+    def __init__(self, costs: CostModel, load: StepLoad, second: float, slot_price: float, passes: list[float]) -> None:
+        self.costs = costs
+        self.load = load
+        self.second = second
+        self.slot_price = slot_price
+        self.passes = passes
 
     def of_slots(self, rows: int, count: int) -> list[float]:
         """Of 0, 1, ... `count` slots beside so many rows."""

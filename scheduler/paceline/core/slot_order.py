@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -26,7 +25,19 @@ class Run:
         self.gains = gains
 
 
-def best_depths(runs: Sequence[Run], budget: int, prices: Callable[[int], list[float]]) -> Counter[int]:
+class _Slot:
+    """One of them; those of low rank are taken first."""
+
+    __slots__ = ("gain", "index", "is_asked", "rank")
+
+    def __init__(self, rank: float, is_asked: bool, index: int, gain: float) -> None:
+        self.rank = rank
+        self.is_asked = is_asked
+        self.index = index
+        self.gain = gain
+
+
+def best_depths(runs: Sequence[Run], budget: int, prices: Callable[[int], list[float]]) -> dict[int, int]:
     """How many slots of each run are taken, from its front, by index: those that are asked for, and as many of the best
     behind them as gain the most, of `budget` at most.
 
@@ -35,26 +46,38 @@ def best_depths(runs: Sequence[Run], budget: int, prices: Callable[[int], list[f
     Args:
         prices: of 0, 1, ... slots, up to the number that it is given.
     """
-    slots = []
+    slots: list[_Slot] = []
     for run in runs:
-        worst = 1.0
+        worst, asked = 1.0, run.asked
         for position, gain in enumerate(run.gains):
-            if gain <= 0.0 and position >= max(run.asked, 1):
+            is_asked = position < asked
+            if gain <= 0.0 and position and not is_asked:
                 break  # nor does anything behind it gain
             worst = min(worst, gain)  # nothing stands before what it builds on
-            slots.append((position - ASKED if position < run.asked else -worst, run.index, gain))
-    slots.sort()
+            slots.append(_Slot(position - ASKED if is_asked else -worst, is_asked, run.index, gain))
+    slots.sort(key=_rank)
     slots = slots[: max(0, budget)]
-    worth = net([gain for _, _, gain in slots], prices(len(slots)))
-    asked = len([rank for rank, _, _ in slots if rank < -1.0])
-    count = worth.index(max(worth[asked:]), asked)
-    return Counter([index for _, index, _ in slots[:count]])
+    count, _ = best_count([slot.gain for slot in slots], prices(len(slots)), sum([slot.is_asked for slot in slots]))
+    depths = {run.index: 0 for run in runs}
+    for slot in slots[:count]:
+        depths[slot.index] += 1
+    return depths
 
 
-def net(gains: Sequence[float], prices: Sequence[float]) -> list[float]:
-    """What the first 0, 1, ... of these slots bring beyond their prices, in tokens."""
-    sums, tokens = [0.0], 0.0
+def _rank(slot: _Slot) -> float:
+    return slot.rank
+
+
+def best_count(gains: Sequence[float], prices: list[float], asked: int = 0) -> tuple[int, float]:
+    """How many of these slots bring the most beyond their prices, of no fewer than are asked for; and what they bring.
+
+    Args:
+        prices: of 0, 1, ... of them.
+    """
+    best, most, tokens = 0, -prices[0], 0.0
     for index, gain in enumerate(gains):
         tokens += gain
-        sums.append(tokens - prices[index + 1])
-    return sums
+        worth = tokens - prices[index + 1]
+        if index < asked or worth > most:
+            best, most = index + 1, worth
+    return best, most
