@@ -29,6 +29,7 @@ MODULES: Final = (
     "core/adaptive_depth.py",
     "core/block_pool.py",
     "core/cost_model.py",
+    "core/curve.py",
     "core/deadlines.py",
     "core/depth.py",
     "core/depth_choices.py",

@@ -249,22 +249,6 @@ class TestLevels:
         assert rate(model, "c", Residual()) < stranger
 
 
-class TestMany:
-    @pytest.mark.parametrize("count", [1, 7, 8, 40])
-    def test_many_at_once_are_what_each_is(self, count: int) -> None:
-        """Of known and unknown tenants and requests, to depths that were reached and deeper ones."""
-        model, rng = AcceptanceModel(NGRAM_TRAITS), np.random.default_rng(4)
-        asked = []
-        for number in range(count):
-            tenant = "abc"[number % 3]
-            request = train(model, tenant, rng.random(), steps=int(rng.integers(5)), seed=number, depth=3)
-            agreed = int(rng.integers(20))
-            asked.append(("never seen" if number == 5 else tenant, request, int(rng.integers(1, 9)), agreed))
-        for found, (tenant, request, depth, agreed) in zip(model.survivals_of(asked), asked, strict=True):
-            assert found == pytest.approx(model.survivals(tenant, request, depth, agreed=agreed), rel=1e-12)
-            assert len(found) == depth
-
-
 class TestAgreed:
     def test_positions_begin_behind_what_agreed_before(self) -> None:
         model = AcceptanceModel(NGRAM_TRAITS)

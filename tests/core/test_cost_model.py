@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from paceline.core.cost_model import (
     MOST_OUTLIERS,
-    REBUILD_INTERVAL,
     ROW_BUCKETS,
     WINDOW,
     CostModel,
@@ -86,13 +85,13 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 def test_without_a_draft_model_drafting_costs_nothing() -> None:
     costs = CostModel([1, 2], [0.1, 0.2])
-    assert not costs.draft_passes(9).any()
+    assert not any(costs.draft_passes(9))
     assert costs.step(StepShape(1, 0, draft_passes=(3, 3))) == costs.target(1, 0)
 
 
 def test_a_pass_costs_as_much_first_as_later_unless_told() -> None:
     costs = make(first_seconds=None)
-    np.testing.assert_array_equal(costs.first_passes(5), costs.draft_passes(5))
+    assert costs.first_passes(5) == costs.draft_passes(5)
 
 
 def test_one_bucket_is_enough() -> None:
@@ -105,18 +104,18 @@ def test_from_functions_keeps_them() -> None:
         ridge, lambda count: 0.001 + 0.0001 * count, per_context=1e-7, max_rows=600, max_sequences=64
     )
     assert [costs.target(rows, 0) for rows in range(1, 700)] == pytest.approx([ridge(rows) for rows in range(1, 700)])
-    assert costs.draft_passes(80)[[1, 50, 80]] == pytest.approx([0.0011, 0.006, 0.009])
+    assert [costs.draft_passes(80)[count] for count in (1, 50, 80)] == pytest.approx([0.0011, 0.006, 0.009])
     assert costs.target(1, 1000) == pytest.approx(0.0201)
 
 
-def test_arrays_that_were_handed_out_stay() -> None:
+def test_what_was_handed_out_belongs_to_the_caller() -> None:
     costs = make()
-    passes, before = costs.draft_passes(4), costs.draft_passes(4).copy()
+    passes, before = costs.draft_passes(4), costs.draft_passes(4)
     teach(costs, StepShape(8, 0, (4,)), lambda: (0.012, 0.030))
-    np.testing.assert_array_equal(passes, before)
+    assert passes == before
     assert costs.draft_passes(4)[4] > before[4]
-    with pytest.raises(ValueError, match="read-only"):
-        passes[0] = 1.0
+    passes[0] = 1.0
+    assert costs.draft_passes(4)[0] == 0.0
 
 
 # -- what was measured badly -------------------------------------------------------------------------------------------
@@ -135,10 +134,10 @@ def test_more_never_costs_less(
 ) -> None:
     """Whatever was measured, and whatever was observed since."""
     costs = CostModel(ROW_BUCKETS, seconds, 1e-6, (1, 4, 16), passes, per_sequence=1e-5)
-    for rows, context, drafting, draft, total in observed * REBUILD_INTERVAL:
+    for rows, context, drafting, draft, total in observed * 16:
         costs.observe(StepShape(rows, context, (drafting,) * (drafting > 0), sequences=rows), draft, total)
     curve = costs.targets(1, 2500, 0)
-    for values in (curve, costs.draft_passes(40), costs.first_passes(40)):
+    for values in (np.array(curve), np.array(costs.draft_passes(40)), np.array(costs.first_passes(40))):
         assert np.isfinite(values).all()
         assert (values >= 0).all()
         assert (np.diff(values) >= 0).all()
@@ -346,7 +345,7 @@ def test_drafting_is_corrected_as_a_whole_and_apart_from_the_target() -> None:
     shape = StepShape(8, 0, draft_passes=(4, 4), draft_rows=2)
     teach(costs, shape, lambda: (0.0055, 0.0155))  # half of 0.006 + 0.004 + 0.001
     assert costs.target(8, 0) == pytest.approx(0.010, rel=0.01)
-    assert [*costs.draft_passes(4)[[1, 4]], costs.first_passes(1)[1], costs.draft_rows(2)] == pytest.approx(
+    assert [*costs.draft_passes(4)[1::3], costs.first_passes(1)[1], costs.draft_rows(2)] == pytest.approx(
         [0.0005, 0.002, 0.0015, 0.0005], rel=0.02
     )
 
@@ -361,7 +360,7 @@ def test_what_a_step_without_a_draft_model_drafts_belongs_to_its_rows() -> None:
 def test_a_disturbed_step_teaches_nothing() -> None:
     costs = make()
     before = costs.as_dict()
-    for _ in range(REBUILD_INTERVAL):
+    for _ in range(16):
         costs.observe(StepShape(8, 0), 0.0, 0.010)
         costs.observe(StepShape(8, 0), 0.0, 1.0)
         costs.observe(StepShape(8, 0), 0.0, 0.0)
@@ -430,7 +429,7 @@ def test_shapes_that_never_come_back_are_forgotten() -> None:
 
 def test_it_comes_back_from_json_as_it_was() -> None:
     costs = make()
-    teach(costs, StepShape(20, 500, (3, 2), sequences=3), lambda: (0.02, 0.07), 4 * REBUILD_INTERVAL)
+    teach(costs, StepShape(20, 500, (3, 2), sequences=3), lambda: (0.02, 0.07), 64)
     again = CostModel.from_dict(json.loads(json.dumps(costs.as_dict())))
     assert again.as_dict() == costs.as_dict()
     np.testing.assert_array_equal(again.targets(1, 100, 300, 5), costs.targets(1, 100, 300, 5))

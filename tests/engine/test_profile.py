@@ -253,7 +253,7 @@ def test_no_step_is_long_that_can_be_done_without(monkeypatch: pytest.MonkeyPatc
 def test_without_a_draft_model() -> None:
     clock = VirtualClock()
     costs = profile(FormulaRunner(clock), CONFIG, draft=False, seconds=60.0, clock=clock)
-    assert not costs.draft_passes(64).any()
+    assert not any(costs.draft_passes(64))
     assert costs.target(100, 0) == pytest.approx(target(100), rel=0.05)
 
 

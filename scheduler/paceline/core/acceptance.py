@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf, log, sqrt
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,6 @@ _LOWEST: Final = log(0.01 / 0.99)
 _HIGHEST: Final = log(0.995 / 0.005)
 _AGE_DECAY: Final = 0.98  # per decode step without drafts: half is forgotten after 34
 _COMPARED_AT_ONCE: Final = 1024  # labels
-_FEW: Final = 8  # requests, for which arrays would be slower
 
 
 class Level(NamedTuple):
@@ -46,10 +45,6 @@ _TENANT: Final = Level(decay=0.998, prior=2.0)
 _POSITION: Final = Level(decay=0.9998, prior=2.0)
 _POSITION_DECAY: Final = _POSITION.decay
 _POSITION_PRIOR: Final = _POSITION.prior
-
-
-# Tenant, request, depth, and positions before the first draft.
-Question: TypeAlias = tuple[str, "Residual", int, int]
 
 
 class Traits(NamedTuple):
@@ -161,18 +156,6 @@ class AcceptanceModel:
             survival *= rate
             survivals.append(survival)
         return survivals
-
-    def survivals_of(self, asked: Sequence[Question]) -> list[list[float]]:
-        """`survivals` of many."""
-        if len(asked) < _FEW:
-            return [self.survivals(tenant, request, depth, agreed=agreed) for tenant, request, depth, agreed in asked]
-        depths = [depth for _, _, depth, _ in asked]
-        shifts = np.array([position.shift for position in self._positions])
-        positions = np.array([agreed for _, _, _, agreed in asked])[:, None] + np.arange(max(depths))
-        log_odds = np.array([self._log_odds(tenant, request) for tenant, request, _, _ in asked])[:, None]
-        log_odds = log_odds + shifts[np.minimum(positions, len(shifts) - 1)]  # [requests, depth]
-        rows = np.cumprod(1.0 / (1.0 + np.exp(-np.clip(log_odds, _LOWEST, _HIGHEST))), axis=1).tolist()
-        return [row[:depth] for row, depth in zip(rows, depths)]
 
     @property
     def is_observed(self) -> bool:

@@ -450,12 +450,12 @@ class _Step:
         catch_up = offer.catch_up if depth == 0 else 0
         if self.slots + self.catch_up + 1 + catch_up > self.load.budget:
             return math.inf
-        before, after = self.costs.targets(self.load.rows + self.slots, 1, self.load.context).tolist()
-        seconds: float = after - before
+        before, after = self.costs.targets(self.load.rows + self.slots, 1, self.load.context)
+        seconds = after - before
         if offer.method is DRAFT_MODEL:
             count = self._passes[depth] if depth < len(self._passes) else 0
             by_count = self.costs.draft_passes(count + 1) if depth else self.costs.first_passes(count + 1)
-            seconds += by_count.item(count + 1) - by_count.item(count) + self.costs.draft_rows(catch_up)
+            seconds += by_count[count + 1] - by_count[count] + self.costs.draft_rows(catch_up)
         return seconds
 
     def seconds_of_first_drafts(self, offers: Sequence[Offer]) -> list[float]:
@@ -463,8 +463,8 @@ class _Step:
         draft model; infinite where there is no row for them.
         """
         drafting = self._passes[0] if self._passes else 0
-        targets = self.costs.targets(self.load.rows + self.slots, len(offers), self.load.context).tolist()
-        passes = self.costs.first_passes(drafting + len(offers))[drafting:].tolist()
+        targets = self.costs.targets(self.load.rows + self.slots, len(offers), self.load.context)
+        passes = self.costs.first_passes(drafting + len(offers))[drafting:]
         seconds, behind = [], 0
         for number, offer in enumerate(offers, 1):
             behind += offer.catch_up

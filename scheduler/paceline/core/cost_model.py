@@ -19,10 +19,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-Array = npt.NDArray[np.float64]
+from paceline.core.curve import Curve
 
 # Kernels take some rows at once, and the next one costs more than those behind it: few rows have a bucket each, and so
 # has the next one behind the first blocks of 16.
@@ -30,7 +27,7 @@ ROW_BUCKETS = (*range(1, 18), 24, 32, 33, 48, 49, 64, 65, 80, 81, 96, 97, 128,
                192, 256, 384, 512, 768, 1024, 1536, 2048)  # fmt: skip
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-LARGEST_BUCKET = 1 << 20  # every count up to the last bucket has a place in memory
+LARGEST_BUCKET = 1 << 20
 LONGEST = 1e6  # seconds; nothing that is longer was measured
 
 GAIN = 0.05  # of a correction, per observed step
@@ -46,11 +43,9 @@ FLAT_ROWS = 16  # a rise learns as if this part of a step came on top, or a row'
 FIRST_DOUBT = 0.3  # of a rise and what comes on top: memory may have been slower when rows were measured
 DRIFT = 0.007  # by which doubt grows, per square root of a step
 MOST_TRUST = 0.5  # in one lesson: either step may have been disturbed
-MUCH_TRUST = 0.03  # so much learned at once is told at once, or the next steps would teach it again
 LARGEST_RATIO = 2.0  # of observed to predicted seconds, up and down, that one step may teach
 OUTLIER_RATIO = 3.0  # a step that took so much longer was disturbed: compilation, garbage collection
 MOST_OUTLIERS = 8  # in a row; from then on it is the machine that has changed
-REBUILD_INTERVAL = 16  # observed steps between two renewals of the curves that are asked
 WINDOW = 256  # steps of each kind whose errors are remembered
 MOST_SHAPES = 256  # of each kind whose last duration is remembered
 
@@ -101,7 +96,7 @@ class Error:
 
 
 class CostModel:
-    """Predicts seconds. Mutated by `observe` alone; arrays that it has handed out do not change.
+    """Predicts seconds. Mutated by `observe` alone.
 
     Args:
         rows: ascending buckets of target rows.
@@ -147,14 +142,15 @@ class CostModel:
         self._per_context = float(per_context)
         self._per_sequence = float(per_sequence)
         self._sequences = list(sequences)
-        self._pass_seconds = np.array(pass_seconds, dtype=np.float64)
-        self._first_seconds = np.array(first_seconds, dtype=np.float64)
+        self._pass_seconds = [float(height) for height in itertools.accumulate(pass_seconds, max)]
+        self._first_seconds = [float(height) for height in itertools.accumulate(first_seconds, max)]
         self._per_draft_row = float(per_draft_row)
         self._errors = {kind: _Errors() for kind in StepKind}
         self._target_outliers = _Outliers()
         self._draft_outliers = _Outliers()
         self._num_observed = 0
-        self._build()
+        self._build_target()
+        self._build_draft()
 
     @classmethod
     def from_functions(
@@ -184,16 +180,16 @@ class CostModel:
         """Seconds of a step without drafts."""
         return self._first_bucket + self._more.at(rows) + self._per_context * context + self._per_sequence * sequences
 
-    def targets(self, rows: int, count: int, context: int, sequences: int = 0) -> Array:
-        """Seconds of a step with `rows`, `rows + 1`, ... `rows + count` rows, [count + 1] float64."""
+    def targets(self, rows: int, count: int, context: int, sequences: int = 0) -> list[float]:
+        """Seconds of a step with `rows`, `rows + 1`, ... `rows + count` rows, [count + 1]."""
         same = self._first_bucket + self._per_context * context + self._per_sequence * sequences
-        return self._more.span(rows, count) + same
+        return [same + more for more in self._more.span(rows, count)]
 
-    def draft_passes(self, count: int) -> Array:
-        """Seconds of one draft pass over 0, 1, ... `count` sequences, [count + 1] float64; none cost nothing."""
+    def draft_passes(self, count: int) -> list[float]:
+        """Seconds of one draft pass over 0, 1, ... `count` sequences, [count + 1]; none cost nothing."""
         return self._pass.span(0, count)
 
-    def first_passes(self, count: int) -> Array:
+    def first_passes(self, count: int) -> list[float]:
         """The same for pass 0, with all that drafting takes once per step."""
         return self._first_pass.span(0, count)
 
@@ -228,8 +224,6 @@ class CostModel:
         else:
             self._correct_target(shape, total_seconds)
         self._num_observed += 1
-        if self._num_observed % REBUILD_INTERVAL == 0:
-            self._build()
 
     def errors(self) -> dict[str, Error]:
         """Errors of prediction by kind of step, of those that occurred."""
@@ -248,9 +242,9 @@ class CostModel:
         before, self._last_target = self._last_target, (shape, observed)
         if before is not None and before[0].rows != shape.rows:
             fewer, more = sorted([self._error_of(*before), now], key=lambda it: it.rows)
-            if self._correct_rises(fewer, more) > MUCH_TRUST:
-                self._build_target()
-                now = self._error_of(shape, observed)
+            self._correct_rises(fewer, more)
+            self._build_target()
+            now = self._error_of(shape, observed)
         predicted, error = now.predicted, now.error
         of_first, of_rise = self._first_bucket / predicted, self._more.at(shape.rows) / predicted
         of_context = self._per_context * shape.context / predicted
@@ -263,13 +257,14 @@ class CostModel:
         self._rises = [rise * rise_factor for rise in self._rises]
         self._per_context *= 1.0 + step * of_context
         self._per_sequence *= 1.0 + step * of_sequences
+        self._build_target()
 
     def _error_of(self, shape: StepShape, observed: float) -> _TargetError:
         """At the prices as they are now."""
         predicted = self.target(shape.rows, shape.context, shape.sequences)
         return _TargetError(shape.rows, predicted, _bounded_error(observed, predicted))
 
-    def _correct_rises(self, fewer: _TargetError, more: _TargetError) -> float:
+    def _correct_rises(self, fewer: _TargetError, more: _TargetError) -> None:
         """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both, by
         as many seconds: memory, as far as it does not hide what rows cost. (By shares it would be a clock; of one that
         has slowed down, this learns at once what it adds to each row.)
@@ -279,9 +274,6 @@ class CostModel:
         Kalman, 1960): a single step of half the rows says a lot where there was none before, many of one row more or
         less say little, and rows that have cost nothing hardly answer for a stair behind them. Alone, they learn
         theirs.
-
-        Returns:
-            how much of the difference was learned, 0 to `MOST_TRUST`.
         """
         passed = self._num_observed - self._last_lesson
         self._last_lesson = self._num_observed
@@ -306,35 +298,30 @@ class CostModel:
         noise = STEP_NOISE**2 * (1.0 + unexplained / NOISE_TAIL)
         trust = min(in_doubt / (in_doubt + noise), MOST_TRUST)
         if not trust:
-            return 0.0
+            return
         for index, part, variance in learning:
             self._doubts[index] *= 1.0 - trust * variance / in_doubt
             rise = self._rises[index] + trust * error * more.predicted * variance / in_doubt / part
             self._rises[index] = max(rise, 0.0)
-        return trust
 
     def _correct_draft(self, shape: StepShape, observed: float) -> None:
         error = self._draft_outliers.error(observed, self._drafting(shape))
         if error is None:
             return
         factor = 1.0 + GAIN * error
-        self._pass_seconds *= factor
-        self._first_seconds *= factor
+        self._pass_seconds = [seconds * factor for seconds in self._pass_seconds]
+        self._first_seconds = [seconds * factor for seconds in self._first_seconds]
         self._per_draft_row *= factor
-
-    def _build(self) -> None:
-        """Renew the curves. Measured or corrected, more never costs less."""
-        self._build_target()
-        # No sequences cost nothing, which is no bucket to interpolate from: one sequence costs a whole pass.
-        self._pass = _Curve(self._sequences, self._pass_seconds, at_zero=0.0)
-        self._first_pass = _Curve(self._sequences, self._first_seconds, at_zero=0.0)
+        self._build_draft()
 
     def _build_target(self) -> None:
-        self._more = _Curve(self._rows, self._seconds() - self._first_bucket)
+        """Renew the curve of what rows beyond those of the first bucket cost."""
+        self._more = Curve(self._rows, list(itertools.accumulate(self._rises, initial=0.0)))
 
-    def _seconds(self) -> Array:
-        """At the buckets of rows."""
-        return np.cumsum([self._first_bucket, *self._rises])
+    def _build_draft(self) -> None:
+        # No sequences cost nothing, which is no bucket to interpolate from: one sequence costs a whole pass.
+        self._pass = Curve(self._sequences, self._pass_seconds, at_zero=0.0)
+        self._first_pass = Curve(self._sequences, self._first_seconds, at_zero=0.0)
 
     # -- storage ------------------------------------------------------------------------------------------------------
 
@@ -342,13 +329,13 @@ class CostModel:
         """Plain JSON types; corrections are in the tables, errors are left out."""
         return {
             "rows": list(self._rows),
-            "seconds": self._seconds().tolist(),
+            "seconds": list(itertools.accumulate(self._rises, initial=self._first_bucket)),
             "per_context": self._per_context,
             "sequences": list(self._sequences),
-            "pass_seconds": np.maximum.accumulate(self._pass_seconds).tolist(),
+            "pass_seconds": list(self._pass_seconds),
             "per_draft_row": self._per_draft_row,
             "per_sequence": self._per_sequence,
-            "first_seconds": np.maximum.accumulate(self._first_seconds).tolist(),
+            "first_seconds": list(self._first_seconds),
         }
 
     @classmethod
@@ -364,41 +351,6 @@ class CostModel:
         for name in names - tables:
             _check_seconds(name, data[name])  # compiled, the constructor would raise TypeError before it looks at them
         return cls(**data)
-
-
-class _Curve:
-    """A non-decreasing function of a count, known at every integer up to its last bucket."""
-
-    __slots__ = ("_slope", "_values")
-
-    def __init__(self, buckets: Sequence[int], seconds: Array, at_zero: float | None = None) -> None:
-        if not buckets:
-            self._values, self._slope = np.zeros(1), 0.0
-        else:
-            heights = np.maximum.accumulate(seconds)
-            self._values = np.interp(np.arange(buckets[-1] + 1), buckets, heights)
-            rise, run = np.diff(heights[-2:]), np.diff(buckets[-2:])
-            self._slope = float(rise[0] / run[0]) if len(run) else 0.0
-        if at_zero is not None:
-            self._values[0] = at_zero
-        self._values.flags.writeable = False
-
-    def at(self, count: int) -> float:
-        values = self._values
-        if count < len(values):
-            return values.item(count)
-        return values.item(-1) + self._slope * (count - len(values) + 1)
-
-    def span(self, first: int, count: int) -> Array:
-        """At `first`, ... `first + count`, [count + 1]."""
-        end = first + count + 1
-        values = self._values
-        if end <= len(values):
-            return values[first:end]
-        beyond = np.arange(max(first, len(values)), end)
-        result = np.concatenate([values[first:], values[-1] + self._slope * (beyond - len(values) + 1)])
-        result.flags.writeable = False
-        return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ class Prices:
 
     def of_slots(self, rows: int, count: int) -> list[float]:
         """Of 0, 1, ... `count` slots beside so many rows."""
-        seconds: list[float] = self.costs.targets(rows, count, self.load.context).tolist()
-        first = seconds[0]
-        return [self.second * (s - first) + self.slot_price * index for index, s in enumerate(seconds)]
+        targets = self.costs.targets(rows, count, self.load.context)
+        first = targets[0]
+        return [self.second * (s - first) + self.slot_price * index for index, s in enumerate(targets)]
 
     def of_rows(self, count: int) -> float:
         """Of so many slots, beside no others."""

@@ -12,6 +12,7 @@ known only within bounds (`Request.most_tokens`), and blocks are allocated for t
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -376,7 +377,7 @@ class Scheduler:
         if not decodes:
             return self.config.max_num_batched_tokens
         curve = costs.targets(decodes, self.config.max_num_batched_tokens, 0, decodes)
-        return max(LEAST_ROWS, int((curve <= seconds).sum()) - 1)
+        return max(LEAST_ROWS, bisect_right(curve, seconds) - 1)
 
     def _prompt_rows(self, wanted: int, step: StepBuilder, budget: int) -> int:
         """Known tokens of one prompt that the step may compute, at least one."""

@@ -67,12 +67,9 @@ class SlotProblem:
         runs = self.runs = _runs(candidates, load.budget, costs, max_depth)
         num_slots = sum([len(run.survivals) for run in runs])
         self.more = max(1, len(runs))  # slots, behind all of these, whose cost is looked at
-        self.targets: list[float] = costs.targets(
-            load.rows, num_slots + self.more, load.context, load.sampling
-        ).tolist()
+        self.targets = costs.targets(load.rows, num_slots + self.more, load.context, load.sampling)
         count = 1 + len(runs)
-        self.first_pass: list[float] = costs.first_passes(count).tolist()
-        self.later_pass: list[float] = costs.draft_passes(count).tolist()
+        self.first_pass, self.later_pass = costs.first_passes(count), costs.draft_passes(count)
         self.pass_price = second * _mean_rise(self.later_pass[1:])  # of a slot, at the average
         self.max_passes = self._max_passes(passes)
 
@@ -134,7 +131,7 @@ class SlotProblem:
     def chosen(self, best: BestSlots, count: int) -> list[Chosen]:
         """What each of `count` candidates drafts."""
         chosen = [NOTHING] * count
-        for run, depth in zip(self.runs, best.depths):
+        for run, depth in zip(self.runs, best.depths, strict=True):
             if depth:
                 chosen[run.owner] = Chosen(DRAFT_MODEL, depth)
         return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Final
 
 from paceline.core.cost_model import CostModel
@@ -31,7 +32,7 @@ class Slowdown:
         self, costs: CostModel, rows: int, context: int, sequences: int, most_rows: int, limit: float, saved: float
     ) -> None:
         self._by_rows = costs.targets(rows, most_rows, context, sequences)
-        alone = self._by_rows.item(0)
+        alone = self._by_rows[0]
         self._per_context = (costs.target(rows, context + SPAN, sequences) - alone) / SPAN
         self._per_sequence = costs.target(rows, context, sequences + 1) - alone
         self._seconds = saved + (limit - 1.0) * alone
@@ -60,13 +61,13 @@ class Slowdown:
         """Rows for one more request, of those that it wants; 0 if it has to wait."""
         if self.is_full or not self.fits(rows, context):
             return 0
-        seconds = self._by_rows.item(self._rows) + self._seconds - self._price(0, context)
-        fitting = int(self._by_rows.searchsorted(seconds, side="right")) - 1 - self._rows
+        seconds = self._by_rows[self._rows] + self._seconds - self._price(0, context)
+        fitting = bisect_right(self._by_rows, seconds) - 1 - self._rows
         taken = max(1, min(rows, fitting))
         self._seconds -= self._price(taken, context)
         self._rows += taken
         return taken
 
     def _price(self, rows: int, context: int) -> float:
-        of_rows: float = self._by_rows.item(self._rows + rows) - self._by_rows.item(self._rows)
+        of_rows = self._by_rows[self._rows + rows] - self._by_rows[self._rows]
         return of_rows + self._per_context * context + self._per_sequence

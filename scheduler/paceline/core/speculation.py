@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel, Question
+from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel
 from paceline.core.calibration import Calibration
 from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import Chosen, DepthCandidate, Offer, Outcome, StepLoad
@@ -106,23 +106,16 @@ class SpeculationControl:
             {DRAFT_MODEL: limits[DRAFT_MODEL]} if request.speculation.min_depth and DRAFT_MODEL in limits else limits
             for request, limits in zip(requests, highest)
         ]
-        models_of = [self._models[request.params.verification] for request in requests]
-        asked: dict[AcceptanceModel, list[Question]] = {}
-        for request, limits, models in zip(requests, allowed, models_of):
-            for method, depth in limits.items():
-                question = (request.tenant, request.residuals[method], depth, _agreed(request, method))
-                asked.setdefault(models[method], []).append(question)
-        survivals = {model: iter(model.survivals_of(of_model)) for model, of_model in asked.items()}
         candidates = []
-        for request, limits, models in zip(requests, allowed, models_of):
+        for request, limits in zip(requests, allowed):
             # The newest token is read by the first pass anyway. What does not fit a step is read in parts, of which the
             # first is offered here; the scheduler grants no drafts before the last.
             catch_up = min(max(0, request.draft_gap - 1), budget // 2)
             most = max(limits.values())
             offers = tuple(
                 [
-                    Offer(method, next(survivals[models[method]]), catch_up if method is DRAFT_MODEL else 0)
-                    for method in limits
+                    Offer(method, self._survivals(request, method, depth), catch_up if method is DRAFT_MODEL else 0)
+                    for method, depth in limits.items()
                 ]
             )
             lowest = min(request.speculation.min_depth, most)
@@ -131,8 +124,9 @@ class SpeculationControl:
             candidates.append(DepthCandidate(request.request_id, offers, lowest, most, idle))
         return candidates
 
-    def _acceptance(self, request: Request, method: Method) -> AcceptanceModel:
-        return self._models[request.params.verification][method]
+    def _survivals(self, request: Request, method: Method, depth: int) -> list[float]:
+        model, residual = self._models[request.params.verification][method], request.residuals[method]
+        return model.survivals(request.tenant, residual, depth, agreed=_agreed(request, method))
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
@@ -237,12 +231,7 @@ class SpeculationControl:
         return TenantReport(acceptance, counts)
 
     def _request_report(self, request: Request, counts: SpeculationCounts) -> RequestReport:
-        acceptance = {
-            method: self._acceptance(request, method).survivals(
-                request.tenant, residual, 1, agreed=_agreed(request, method)
-            )[0]
-            for method, residual in request.residuals.items()
-        }
+        acceptance = {method: self._survivals(request, method, 1)[0] for method in request.residuals}
         return RequestReport(request.tenant, request.depth, acceptance, counts)
 
     # -- learning ------------------------------------------------------------------------------------------------------

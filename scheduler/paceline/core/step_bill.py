@@ -75,7 +75,7 @@ def write_bill(
     slot = (costs.target(shape.rows, 0) - costs.target(shape.rows - slots, 0)) / slots if slots else 0.0
     passes, all_passes = _passes(costs, shape)
     reading = costs.draft_rows(shape.draft_rows) + (
-        float(costs.first_passes(1)[1]) if shape.draft_rows and not shape.draft_passes else 0.0
+        costs.first_passes(1)[1] if shape.draft_rows and not shape.draft_passes else 0.0
     )
     predicted = without + slots * slot + all_passes + reading
     stretch = seconds / predicted if predicted > 0.0 else 0.0
@@ -109,6 +109,6 @@ def _passes(costs: CostModel, shape: StepShape) -> tuple[list[float], float]:
     """Seconds that a request pays for 0, 1, ... passes of the draft model, and seconds of all of them."""
     most = max(shape.draft_passes, default=0)
     first, later = costs.first_passes(most), costs.draft_passes(most)
-    seconds = [(later if number else first).item(count) for number, count in enumerate(shape.draft_passes)]
+    seconds = [(later if number else first)[count] for number, count in enumerate(shape.draft_passes)]
     shares = [of_pass / count for of_pass, count in zip(seconds, shape.draft_passes)]
     return list(itertools.accumulate(shares, initial=0.0)), sum(seconds)

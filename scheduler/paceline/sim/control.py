@@ -87,9 +87,9 @@ def best_stationary(survivals: np.ndarray, costs: CostModel) -> Stationary:
         survivals: [N, K] float64, non-increasing along K.
     """
     size, highest = survivals.shape
-    seconds = costs.targets(size, size * highest, 0, size)
-    first, later = costs.first_passes(size), costs.draft_passes(size)
-    best = Stationary((0,) * size, size / float(seconds[0]))
+    seconds = np.array(costs.targets(size, size * highest, 0, size))
+    first, later = np.array(costs.first_passes(size)), np.array(costs.draft_passes(size))
+    best = Stationary((0,) * size, size / seconds.item(0))
     for deepest in range(1, highest + 1):
         # By position first: of equal survivals the shallower one must come first.
         slots = survivals[:, :deepest].T.ravel()
