@@ -33,6 +33,11 @@ def costs() -> CostModel:
     return CostModel.from_functions(lambda rows: 10.0 + 0.5 * rows, lambda sequences: PASS)
 
 
+def crowded() -> CostModel:
+    """Ten rows wait for memory together, and each behind them costs a tenth of a step."""
+    return CostModel.from_functions(lambda rows: max(10.0, float(rows)), lambda sequences: PASS)
+
+
 def config(**changes: object) -> SchedulerConfig:
     return SchedulerConfig(**{"num_blocks": 512, "max_model_len": 900, "method": Method.DRAFT_MODEL, **changes})  # type: ignore[arg-type]
 
@@ -364,6 +369,31 @@ def test_a_draft_model_reads_prompts_only_while_it_drafts() -> None:
     bench.drain()
     read = [sum(work.draft_catch_up for work in bench.works(request)) for request in (first, second)]
     assert read == [40, 0]
+
+
+@pytest.mark.parametrize(("comers", "reads"), [(1, True), (30, False)])
+def test_a_draft_model_reads_no_prompts_of_so_many_that_none_will_draft(comers: int, reads: bool) -> None:
+    """One stream drafts, of which half is kept; thirty more come, and rows are dear where they are many."""
+    bench = Bench(AdaptiveDepth(crowded()), lambda _, position: position * 37 % 101 < 50, max_num_seqs=64)
+    bench.scheduler.speculation = SpeculationControl(AdaptiveDepth(crowded()), crowded())
+    first = bench.add(40, max_tokens=400)
+    while first.counts.accepted < 20:
+        bench.step()
+    second, *_ = [bench.add(40, max_tokens=10) for _ in range(comers)]
+    while not second.output_token_ids:
+        bench.step()
+    assert bool(sum(work.draft_catch_up for work in bench.works(second))) == reads
+    bench.drain()
+
+
+def test_who_asks_for_drafts_has_its_prompt_read_however_many_come() -> None:
+    bench = Bench(AdaptiveDepth(crowded()), max_num_seqs=64)
+    bench.scheduler.speculation = SpeculationControl(AdaptiveDepth(crowded()), crowded())
+    asks, *_ = [bench.add(40, max_tokens=10, min_depth=int(number == 0)) for number in range(31)]
+    while not asks.output_token_ids:
+        bench.step()
+    assert sum(work.draft_catch_up for work in bench.works(asks)) >= 40
+    bench.drain()
 
 
 def test_a_draft_model_reads_prompts_while_others_copy() -> None:

@@ -38,6 +38,9 @@ PRICE_CHANGE: Final = 0.1  # tokens; of what a slot costs, since a decision, whi
 HYSTERESIS: Final = 0.03  # of a step's worth, which a change of depth must bring
 EARNINGS_DECAY: Final = 0.5 ** (1 / 16)  # per step
 LEAST_SHARE: Final = 0.9  # the least price of time, over what time earns without free drafts; chance takes up the rest
+# Of the rate without drafts, what one draft each must earn for prompts to be read along: some may draft where all of
+# them would lose a little, and to catch up while others decode is dearer by what they wait.
+LIKELY: Final = 0.9
 SHORTEST: Final = 1e-9  # seconds that any step takes
 OUTLIER: Final = 3.0  # times the predicted duration: no step counts for more
 # These two are not Final, since tests take probes away.
@@ -197,6 +200,12 @@ class AdaptiveDepth:
             return False
         self._plain_seconds = max(self._plain_seconds - lost, 0.0)
         return True
+
+    def may_draft(self, survival: float, sequences: int, context: int) -> bool:
+        """By what costs tell: one draft each brings as many tokens a second as none, or hardly fewer."""
+        alone = self.costs.target(sequences, context, sequences)
+        drafting = self.costs.target(2 * sequences, context, sequences) + self.costs.passes([sequences])
+        return (1.0 + survival) * alone >= LIKELY * drafting
 
     def observe(self, outcome: Outcome) -> None:
         """Move the price of time. A step without decodes says nothing of it."""

@@ -40,6 +40,16 @@ class DepthPolicy(Protocol):
         """
         raise AssertionError("asked only of policies whose choices stand")
 
+    def may_draft(self, survival: float, sequences: int, context: int) -> bool:
+        """Will so many requests that are all alike draft, if they did in the last step? Where it is not likely, the
+        draft model does not read their prompts along.
+
+        Args:
+            survival: the chance that the first draft of each is kept.
+            context: tokens of all of them.
+        """
+        return True
+
     def observe(self, outcome: Outcome) -> None:
         """Learn from a finished step."""
         return

@@ -588,14 +588,16 @@ class Scheduler:
         step.add(self._share(request, rows, rows == wanted, request.num_computed_tokens + rows, blocks))
 
     def _share(self, request: Request, rows: int, samples: bool, end: int, blocks: tuple[int, ...]) -> Share:
-        """Target rows for one request. While draft models draft, the request's reads along with its prompt; else it
-        catches up when it is asked for a draft.
+        """Target rows for one request. While draft models draft, and are likely to go on when all have come that wait,
+        the request's reads along with its prompt; else it catches up when it is asked for a draft.
         """
         share = Share(request, rows, samples, end, blocks)
         share.scores_ngram = samples and NGRAM in request.limits
         reads_prompt = rows > 1 or not (request.output_token_ids or request.pending)
-        if reads_prompt and self.speculation.model_drafts and self._limits(request).get(DRAFT_MODEL):
-            share.method, share.catch_up = DRAFT_MODEL, rows
+        if reads_prompt and self._limits(request).get(DRAFT_MODEL):
+            sequences = min(len(self.running) + self.tenants.num_waiting, self.config.max_num_seqs)
+            if self.speculation.reads_along(request, sequences):
+                share.method, share.catch_up = DRAFT_MODEL, rows
         return share
 
     def _add_drafts(self, step: StepBuilder) -> None:

@@ -97,6 +97,18 @@ class SpeculationControl:
             self.model_drafts = DRAFT_MODEL in methods or (NGRAM in methods and self.model_drafts)
         return chosen
 
+    def reads_along(self, request: Request, sequences: int) -> bool:
+        """Shall the draft model read this prompt while the target does? What it does not read it catches up on once it
+        is asked for a draft, for as many seconds: where few drafts are to be expected, it waits for that.
+
+        Args:
+            sequences: that will decode.
+        """
+        if request.speculation.min_depth or not self.model_drafts:
+            return request.speculation.min_depth > 0
+        [survival] = self._survivals(request, DRAFT_MODEL, 1)
+        return self.policy.may_draft(survival, sequences, sequences * request.num_tokens)
+
     def _candidates(
         self, requests: list[Request], highest: list[dict[Method, int]], budget: int
     ) -> list[DepthCandidate]:
