@@ -935,6 +935,7 @@ def test_requests_go_on_while_what_they_lose_together_is_paid_for(count: int) ->
     lasted = depths[:ended].count([1] * count)
     assert ended - lasted == depths[:ended].count([0] * count) <= ended // LEAST_PLAIN_INTERVAL
     credit = max(LEAST_CREDIT, PROBE_CREDIT / count)
+    assert (lasted > 0) == (credit >= 0.1 * DWELL), "a decision stands for so many steps, and is paid for whole"
     assert 0.1 * lasted == pytest.approx(credit, abs=0.1 * DWELL + 0.1 * credit)
     assert sum(map(any, depths[ended:])) <= 0.01 / 0.1 * (200 - ended) + DWELL
 

@@ -247,6 +247,7 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["limits", "--kv-cache-memory", "much"], "is not a size"),
         (["limits", "--model", "nowhere"], "nowhere"),
         (["backends", "--dtype", "auto"], "dtype = 'auto': must be float32 or bfloat16"),
+        (["depth", "--model", "nowhere", "--synthetic", "2"], "synthetic = '2': must be probabilities"),
         (["swing", "--synthetic", "0.9,0.3"], "synthetic = '0.9,0.3': must be one probability here"),
     ],
 )

@@ -239,6 +239,16 @@ def test_serves_and_stops_gracefully(serve: Callable[..., subprocess.Popen[str]]
     assert "Traceback" not in errors
 
 
+def test_all_kv_memory_is_taken_before_anybody_is_served(serve: Callable[..., subprocess.Popen[str]]) -> None:
+    resident = []
+    for mebibytes in (4, 132):
+        process = serve("--port", "0", "--kv-cache-memory", f"{mebibytes}MiB")
+        address_of(process)
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        resident.append(int(status.split("VmRSS:")[1].split()[0]) / 1024)
+    assert resident[1] - resident[0] > 0.8 * 128
+
+
 def test_second_signal_kills(serve: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     # Streams of 60,000 tokens: they do not end by themselves between two signals.
     model = tiny_checkpoint(tmp_path, "llama", max_position_embeddings=1 << 16)

@@ -178,14 +178,15 @@ def depth(
     sizes, drafter = parse_sizes(concurrency), parse_method(method)
     fixed_drafter = drafter or (None if mixed else default_method(draft))
     settings = parse_settings(depths, fixed_drafter, drafter)
+    rates = None if synthetic is None else parse_rates(synthetic)
     most = max(64, *sizes)
     engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=most, take_memory=True))
     sampling = None if mixed else SamplingParams(temperature=temperature, seed=seed)
     seeded = "" if seed is None else f", seeds from {seed}"
     kind = "copying and wild streams" if mixed else f"temperature {temperature}{seeded}"
     title = f"{model} with draft {draft}, method {method}, {kind}: {max_tokens} tokens a stream"
-    if synthetic is not None:
-        decree(engine, parse_rates(synthetic))
+    if rates is not None:
+        decree(engine, rates)
         title = f"SYNTHETIC ACCEPTANCE {synthetic}: {title}"
     described = {
         "model": model,
@@ -240,15 +241,15 @@ def swing(
 
     drafter = parse_method(method)
     settings = parse_settings(depths, drafter or default_method(draft), drafter)
-    rates = [] if synthetic is None else parse_rates(synthetic)
-    if len(rates) > 1:
+    rates = None if synthetic is None else parse_rates(synthetic)
+    if rates is not None and len(rates) > 1:
         raise InvalidArgument("synthetic", synthetic, "one probability here: settings take turns, and so would rates")
     most = max(64, low, high)
     engine = build_engine(
         EngineSettings(model=model, draft=draft, dtype=dtype, max_num_seqs=most, prefix_cache="off", take_memory=True)
     )
     title = f"{model} with draft {draft}, method {method}, temperature {temperature}: {seconds:g} s a phase"
-    if rates:
+    if rates is not None:
         decree(engine, rates)
         title = f"SYNTHETIC ACCEPTANCE {synthetic}: {title}"
     sampling = SamplingParams(temperature=temperature)
