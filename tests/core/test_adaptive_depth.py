@@ -961,6 +961,13 @@ def test_nothing_is_saved_for_probes_while_bounds_decide() -> None:
     ]
 
 
+@pytest.mark.parametrize(("survival", "likely"), [(0.79, False), (0.81, True), (1.0, True)])
+def test_requests_may_draft_where_one_draft_each_earns_nine_tenths_of_none(survival: float, likely: bool) -> None:
+    """Four rows take 4 seconds, eight take 6, and a pass of four takes 2."""
+    policy = adaptive(costs_by(lambda rows: max(4.0, rows * 0.75), lambda count: 0.5 * count))
+    assert policy.may_draft(survival, 4, 0) == likely
+
+
 def test_only_those_go_on_that_earn_half_of_what_they_cost() -> None:
     policy = adaptive(costs_by(lambda rows: 1.0, lambda count: 0.5))
     assert choose(policy, *(candidate(0.24, i) for i in range(4))) == [0] * 4

@@ -51,10 +51,11 @@ class Bench(Harness):
         right: Callable[[int, int], bool] = always,
         ngram_right: Callable[[int, int], bool] | None = None,
         lag: int = 0,
+        prices: CostModel | None = None,
         **changes: object,
     ) -> None:
         super().__init__(config(**changes), policy, lag, right)
-        self.scheduler.speculation = SpeculationControl(policy, costs())
+        self.scheduler.speculation = SpeculationControl(policy, prices or costs())
         if ngram_right is not None:
             self.runner = _TwoDrafters(self.config, right, ngram_right)
 
@@ -374,8 +375,8 @@ def test_a_draft_model_reads_prompts_only_while_it_drafts() -> None:
 @pytest.mark.parametrize(("comers", "reads"), [(1, True), (30, False)])
 def test_a_draft_model_reads_no_prompts_of_so_many_that_none_will_draft(comers: int, reads: bool) -> None:
     """One stream drafts, of which half is kept; thirty more come, and rows are dear where they are many."""
-    bench = Bench(AdaptiveDepth(crowded()), lambda _, position: position * 37 % 101 < 50, max_num_seqs=64)
-    bench.scheduler.speculation = SpeculationControl(AdaptiveDepth(crowded()), crowded())
+    prices = crowded()
+    bench = Bench(AdaptiveDepth(prices), lambda _, position: position * 37 % 101 < 50, prices=prices, max_num_seqs=64)
     first = bench.add(40, max_tokens=400)
     while first.counts.accepted < 20:
         bench.step()
@@ -387,8 +388,8 @@ def test_a_draft_model_reads_no_prompts_of_so_many_that_none_will_draft(comers: 
 
 
 def test_who_asks_for_drafts_has_its_prompt_read_however_many_come() -> None:
-    bench = Bench(AdaptiveDepth(crowded()), max_num_seqs=64)
-    bench.scheduler.speculation = SpeculationControl(AdaptiveDepth(crowded()), crowded())
+    bench = Bench(AdaptiveDepth(costs()), max_num_seqs=64)
+    bench.control.model_drafts = False
     asks, *_ = [bench.add(40, max_tokens=10, min_depth=int(number == 0)) for number in range(31)]
     while not asks.output_token_ids:
         bench.step()

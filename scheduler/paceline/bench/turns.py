@@ -243,7 +243,8 @@ class TimedPolicy(DepthPolicy):
             return self._policy.join(candidates, load, slot_price=slot_price)
 
     def may_draft(self, survival: float, sequences: int, context: int) -> bool:
-        return self._policy.may_draft(survival, sequences, context)
+        with self._timer.running():
+            return self._policy.may_draft(survival, sequences, context)
 
     def observe(self, outcome: Outcome) -> None:
         with self._timer.running():

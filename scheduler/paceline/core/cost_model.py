@@ -27,7 +27,7 @@ ROW_BUCKETS = (*range(1, 18), 24, 32, 33, 48, 49, 64, 65, 80, 81, 96, 97, 128,
                192, 256, 384, 512, 768, 1024, 1536, 2048)  # fmt: skip
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-LARGEST_BUCKET = 1 << 20
+LARGEST_BUCKET = 1 << 20  # more than any step has; a table that says so is not ours
 LONGEST = 1e6  # seconds; nothing that is longer was measured
 
 GAIN = 0.05  # of a correction, per observed step

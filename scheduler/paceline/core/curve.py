@@ -12,7 +12,7 @@ class Curve:
 
     Args:
         buckets: ascending and positive; without any, the function is 0.
-        heights: at each of them. Where they fall, the function stays as high as it was.
+        heights: at each of them, ascending.
         at_zero: what it is at 0, if that is no bucket to go on from.
     """
 
@@ -20,14 +20,11 @@ class Curve:
 
     def __init__(self, buckets: Sequence[int], heights: Sequence[float], at_zero: float | None = None) -> None:
         self._buckets: list[int] = list(buckets)
-        self._heights: list[float] = []
+        self._heights: list[float] = list(heights)
         self._slopes: list[float] = []  # behind each bucket
-        highest = 0.0
-        for index, height in enumerate(heights):
-            before, highest = highest, max(highest, height)
-            if index:
-                self._slopes.append((highest - before) / (self._buckets[index] - self._buckets[index - 1]))
-            self._heights.append(highest)
+        for index in range(1, len(self._heights)):
+            rise, run = heights[index] - heights[index - 1], buckets[index] - buckets[index - 1]
+            self._slopes.append(rise / run)
         self._slopes.append(self._slopes[-1] if self._slopes else 0.0)
         self._last = len(self._heights) - 1
         self._at_zero = at_zero

@@ -376,8 +376,9 @@ class Scheduler:
         decodes = sum(bool(request.output_token_ids) for request in self.running.values())
         if not decodes:
             return self.config.max_num_batched_tokens
-        curve = costs.targets(decodes, self.config.max_num_batched_tokens, 0, decodes)
-        return max(LEAST_ROWS, bisect_right(curve, seconds) - 1)
+        counts = range(self.config.max_num_batched_tokens + 1)
+        fitting = bisect_right(counts, seconds, key=lambda rows: costs.target(decodes + rows, 0, decodes))
+        return max(LEAST_ROWS, fitting - 1)
 
     def _prompt_rows(self, wanted: int, step: StepBuilder, budget: int) -> int:
         """Known tokens of one prompt that the step may compute, at least one."""
@@ -588,14 +589,17 @@ class Scheduler:
         step.add(self._share(request, rows, rows == wanted, request.num_computed_tokens + rows, blocks))
 
     def _share(self, request: Request, rows: int, samples: bool, end: int, blocks: tuple[int, ...]) -> Share:
-        """Target rows for one request. While draft models draft, and are likely to go on when all have come that wait,
-        the request's reads along with its prompt; else it catches up when it is asked for a draft.
+        """Target rows for one request. While draft models draft, and are likely to go on when all have come that wait
+        and have room, as far as blocks and places tell, the request's reads along with its prompt; else it catches up
+        when it is asked for a draft.
         """
         share = Share(request, rows, samples, end, blocks)
         share.scores_ngram = samples and NGRAM in request.limits
         reads_prompt = rows > 1 or not (request.output_token_ids or request.pending)
         if reads_prompt and self._limits(request).get(DRAFT_MODEL):
-            sequences = min(len(self.running) + self.tenants.num_waiting, self.config.max_num_seqs)
+            fitting = self._spare_blocks // self.config.blocks_for(request.num_tokens)
+            coming = min(self.tenants.num_waiting, fitting, self.config.max_num_seqs - len(self.running))
+            sequences = len(self.running) + coming
             if self.speculation.reads_along(request, sequences):
                 share.method, share.catch_up = DRAFT_MODEL, rows
         return share

@@ -43,7 +43,7 @@ class SlotProblem:
     so the first drop says nothing. If a pass costs a constant and a share for each of its sequences, the outcome is the
     best there is; where many rows must be read before drafts and the budget is short, a good one.
 
-    Plain loops, since compiled they take less than arrays, of few slots a tenth.
+    Plain loops, since compiled they take less than arrays, of few slots an eighth.
 
     Args:
         second: what a second is worth, in tokens.
@@ -131,7 +131,7 @@ class SlotProblem:
     def chosen(self, best: BestSlots, count: int) -> list[Chosen]:
         """What each of `count` candidates drafts."""
         chosen = [NOTHING] * count
-        for run, depth in zip(self.runs, best.depths, strict=True):
+        for run, depth in zip(self.runs, best.depths):
             if depth:
                 chosen[run.owner] = Chosen(DRAFT_MODEL, depth)
         return chosen

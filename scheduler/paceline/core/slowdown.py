@@ -31,8 +31,10 @@ class Slowdown:
     def __init__(
         self, costs: CostModel, rows: int, context: int, sequences: int, most_rows: int, limit: float, saved: float
     ) -> None:
-        self._by_rows = costs.targets(rows, most_rows, context, sequences)
-        alone = self._by_rows[0]
+        self._costs = costs
+        self._shape = rows, context, sequences
+        self._most_rows = most_rows
+        alone = self._with(0)
         self._per_context = (costs.target(rows, context + SPAN, sequences) - alone) / SPAN
         self._per_sequence = costs.target(rows, context, sequences + 1) - alone
         self._seconds = saved + (limit - 1.0) * alone
@@ -51,7 +53,7 @@ class Slowdown:
         Args:
             context: tokens whose KV it reads.
         """
-        least = min(self._rows + min(rows, LEAST_ROWS), len(self._by_rows) - 1)
+        least = min(self._rows + min(rows, LEAST_ROWS), self._most_rows)
         price = self._price(least - self._rows, context)
         if price > self._seconds or least == self._rows:
             self.is_full, self._waits_for = True, price
@@ -61,13 +63,18 @@ class Slowdown:
         """Rows for one more request, of those that it wants; 0 if it has to wait."""
         if self.is_full or not self.fits(rows, context):
             return 0
-        seconds = self._by_rows[self._rows] + self._seconds - self._price(0, context)
-        fitting = bisect_right(self._by_rows, seconds) - 1 - self._rows
+        seconds = self._with(self._rows) + self._seconds - self._price(0, context)
+        fitting = bisect_right(range(self._most_rows + 1), seconds, key=self._with) - 1 - self._rows
         taken = max(1, min(rows, fitting))
         self._seconds -= self._price(taken, context)
         self._rows += taken
         return taken
 
+    def _with(self, added: int) -> float:
+        """Seconds of the step with so many more rows."""
+        rows, context, sequences = self._shape
+        return self._costs.target(rows + added, context, sequences)
+
     def _price(self, rows: int, context: int) -> float:
-        of_rows = self._by_rows[self._rows + rows] - self._by_rows[self._rows]
+        of_rows = self._with(self._rows + rows) - self._with(self._rows)
         return of_rows + self._per_context * context + self._per_sequence

@@ -99,13 +99,16 @@ class SpeculationControl:
 
     def reads_along(self, request: Request, sequences: int) -> bool:
         """Shall the draft model read this prompt while the target does? What it does not read it catches up on once it
-        is asked for a draft, for as many seconds: where few drafts are to be expected, it waits for that.
+        is asked for a draft, for as many seconds of its own: where few drafts are to be expected, it waits for that. A
+        request that must draft is asked at once.
 
         Args:
             sequences: that will decode.
         """
-        if request.speculation.min_depth or not self.model_drafts:
-            return request.speculation.min_depth > 0
+        if request.speculation.min_depth:
+            return True
+        if not self.model_drafts:
+            return False
         [survival] = self._survivals(request, DRAFT_MODEL, 1)
         return self.policy.may_draft(survival, sequences, sequences * request.num_tokens)
 
