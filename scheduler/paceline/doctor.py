@@ -292,12 +292,12 @@ def _costs(engine: Engine) -> Costs:
 
 def _step_cost(costs: CostModel, count: int) -> StepCost:
     def shape(depth: int) -> StepShape:
-        has_model = costs.draft_passes(1)[1] > 0
+        has_model = costs.draft_pass(1, 1) > 0
         passes = (count,) * depth if has_model else ()
         return StepShape(count * (1 + depth), count * CONTEXT, passes, sequences=count)
 
     steps = {depth: 1e3 * costs.step(shape(depth)) for depth in DEPTHS}
-    return StepCost(count, steps, 1e3 * costs.draft_passes(count)[-1])
+    return StepCost(count, steps, 1e3 * costs.draft_pass(1, count))
 
 
 # ---- Saying it ----

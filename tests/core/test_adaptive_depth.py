@@ -11,25 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core import adaptive_depth
-from paceline.core.adaptive_depth import (
-    DWELL,
-    LEAST_CREDIT,
-    LEAST_PLAIN_INTERVAL,
-    LEAST_SHARE,
-    PLAIN_CREDIT,
-    PLAIN_INTERVAL,
-    PLAIN_SHARE,
-    PROBE_CREDIT,
-    PROBE_SHARE,
-    AdaptiveDepth,
-)
+from paceline.core.adaptive_depth import DWELL, LEAST_SHARE, AdaptiveDepth
 from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, Outcome, StepLoad
 from paceline.core.depth_choices import choose_depths
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.method import Method
 from paceline.core.prices import Prices
+from paceline.core.probes import (
+    LEAST_CREDIT,
+    LEAST_PLAIN_INTERVAL,
+    PLAIN_CREDIT,
+    PLAIN_INTERVAL,
+    PLAIN_SHARE,
+    PROBE_CREDIT,
+    PROBE_SHARE,
+)
 from paceline.core.review import review
 
 MODEL, NGRAM = Method.DRAFT_MODEL, Method.NGRAM
@@ -202,8 +199,8 @@ def check_best(
 @pytest.fixture
 def no_savings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be lost for learning: what is chosen is what is thought best."""
-    monkeypatch.setattr(adaptive_depth, "PROBE_CREDIT", 0.0)
-    monkeypatch.setattr(adaptive_depth, "PROBE_SHARE", 0.0)
+    monkeypatch.setattr("paceline.core.probes.PROBE_CREDIT", 0.0)
+    monkeypatch.setattr("paceline.core.probes.PROBE_SHARE", 0.0)
 
 
 @pytest.mark.usefixtures("no_savings")
@@ -945,7 +942,7 @@ def test_prompts_beside_the_first_decision_buy_no_probes() -> None:
     policy = adaptive(costs_by(lambda rows: 1.0 * rows))
     candidates = [candidate(0.01)]
     policy.choose(candidates, load_of(candidates, prompts=199))
-    assert policy._probe_seconds <= PROBE_CREDIT + PROBE_SHARE * 200
+    assert policy._probes.seconds <= PROBE_CREDIT + PROBE_SHARE * 200
 
 
 def test_nothing_is_saved_for_probes_while_bounds_decide() -> None:
@@ -954,7 +951,7 @@ def test_nothing_is_saved_for_probes_while_bounds_decide() -> None:
     for lowest in (2, 0):
         for _ in range(4 * DWELL):
             choose(policy, candidate(0.01, method=NGRAM, lowest=lowest, highest=2))
-        saved.append(policy._probe_seconds)
+        saved.append(policy._probes.seconds)
     assert saved == [
         PROBE_CREDIT,
         pytest.approx(PROBE_CREDIT + 4 * DWELL * PROBE_SHARE, abs=DWELL * PROBE_SHARE + 1e-9),
@@ -999,10 +996,10 @@ def test_bounds_hold_for_probes() -> None:
 def test_forgotten_requests_leave_nothing() -> None:
     policy = adaptive()
     idle_steps(policy, 5, 200)
-    assert policy._probe_intervals
+    assert policy._probes._intervals
     for request_id in range(6):
         policy.forget(request_id)
-    assert not policy._probe_intervals
+    assert not policy._probes._intervals
     assert not policy._chosen
 
 

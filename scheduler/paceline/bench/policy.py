@@ -118,7 +118,7 @@ def profiled(costs: CostModel) -> CostModel:
     """What a profile of these prices would know: tables at the usual buckets, inexact if a ridge lies between two."""
     return CostModel.from_functions(
         target=lambda rows: costs.target(rows, 0),
-        draft_pass=lambda sequences: costs.draft_passes(sequences)[-1],
+        draft_pass=lambda sequences: costs.draft_pass(1, sequences),
         per_draft_row=costs.draft_rows(1),
     )
 

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from paceline.core.cost_model import CostModel, StepKind, StepShape
+from paceline.core.cost_model import CostModel, StepKind
 from paceline.core.depth import (
     NOTHING,
     Chosen,
     Decision,
     DepthCandidate,
-    Offer,
     Outcome,
     StepLoad,
     offer_by,
@@ -26,7 +25,9 @@ from paceline.core.depth import (
 )
 from paceline.core.method import DRAFT_MODEL
 from paceline.core.ngram_slots import NgramProblem
+from paceline.core.priced_step import SHORTEST, PricedStep, plain_seconds
 from paceline.core.prices import Prices
+from paceline.core.probes import Probes
 from paceline.core.review import review
 from paceline.core.slots import BestSlots, SlotProblem
 
@@ -41,25 +42,7 @@ LEAST_SHARE: Final = 0.9  # the least price of time, over what time earns withou
 # Of the rate without drafts, what one draft each must earn for prompts to be read along: some may draft where all of
 # them would lose a little, and to catch up while others decode is dearer by what they wait.
 LIKELY: Final = 0.9
-SHORTEST: Final = 1e-9  # seconds that any step takes
 OUTLIER: Final = 3.0  # times the predicted duration: no step counts for more
-# These two are not Final, since tests take probes away.
-PROBE_SHARE = 0.005  # of the time of all steps with a choice, the most that probes may take
-# Steps' worth to begin with, of one request: a mistake about an unknown drafter would last. Many requests learn as much
-# in fewer steps.
-PROBE_CREDIT = 5.0
-LEAST_CREDIT: Final = 0.5  # steps' worth, however many there are: enough for most draft passes
-PROBE_SAVINGS: Final = 1024  # steps for which an unused share is kept
-PROBE_INTERVAL: Final = 32  # steps without drafts before a request's first probe
-MAX_PROBE_INTERVAL: Final = 512
-PROBE_SPREAD: Final = 317  # times the request's id, modulo its interval: neighbours far apart
-PROBE_STRETCH: Final = 0.25  # of a step: no probe joins where probes make it longer by more
-DEEPER_INTERVAL: Final = 32  # steps between probes one deeper than the batch
-# Steps without drafts, by which what drafts save is told, and whether they save anything.
-PLAIN_SHARE: Final = 0.001  # of the time, the most that they may lose but for those that are due anyway
-PLAIN_CREDIT: Final = 1.0  # steps' worth to begin with, and the most that is kept
-LEAST_PLAIN_INTERVAL: Final = 16  # steps from one to the next: often, where drafts bring little more than they cost
-PLAIN_INTERVAL: Final = 512  # after which one is due
 
 
 class AdaptiveDepth:
@@ -101,12 +84,7 @@ class AdaptiveDepth:
         self._chosen: dict[int, Chosen] = {}  # by request, since the last decision, by the draft model
         self._reviewed: set[int] = set()  # requests that have drafted since, for which nothing stands
         self._bound: set[int] = set()  # requests whose bounds leave no choice
-        self._probe_seconds = 0.0  # saved, not yet spent
-        self._deeper_at = 0
-        self._plain_at = 0  # the last step without drafts
-        self._plain_seconds = 0.0  # saved for those, not yet spent
-        self._num_probes = 0
-        self._probe_intervals: dict[int, int] = {}  # of requests whose probes changed nothing so far
+        self._probes = Probes(max_depth, DWELL)
 
     def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> dict[int, Chosen] | None:
         self._num_steps += 1
@@ -163,43 +141,20 @@ class AdaptiveDepth:
         self._least_factor = self._least_price_factor(candidates, load)
         by_model = self._decide(candidates, load, slot_price)
         chosen = NgramProblem(candidates, by_model, self._prices(load, slot_price), self.max_depth).solve()
-        step = _Step(candidates, chosen, load, self.costs)
+        step = PricedStep(candidates, chosen, load, self.costs)
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
         self.decision = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
         if before is None:
-            decodes = self._seconds_of_decodes(load)
-            self._probe_seconds = max(LEAST_CREDIT, PROBE_CREDIT / load.sampling) * decodes
-            self._plain_seconds = PLAIN_CREDIT * decodes
-        passed = 1 if before is None else self._num_steps - before
-        share = PROBE_SHARE * step.seconds
-        if any([candidate.lowest < candidate.highest for candidate in candidates]):
-            self._probe_seconds += share * passed
-        self._probe_seconds = min(self._probe_seconds, PROBE_SAVINGS * share)
+            self._probes.begin(step)
+        passed, slot_seconds = 1 if before is None else self._num_steps - before, slot_price / second
+        self._probes.save(step, passed)
         # First, so that what only goes on counts as drafts whose price is to be checked.
-        self._go_on(step, slot_price / second)
-        if step.slots > 0 and self._takes_plain_step(step, passed):
+        for index in self._probes.go_on(step, by_model, slot_seconds, second):
+            self._chosen[candidates[index].request_id] = step.chosen[index]
+        if step.slots > 0 and self._probes.takes_plain_step(step, passed, self._num_steps):
             return [NOTHING] * len(candidates)
-        self._probe(step, slot_price / second)
+        self._probes.add_drafts(step, self._depth, slot_seconds, self._num_steps)
         return step.chosen
-
-    def _takes_plain_step(self, step: _Step, passed: int) -> bool:
-        """It is time for a step without drafts, and this one can be it. Pays for it.
-
-        Args:
-            passed: steps since the last decision.
-        """
-        load = step.load
-        saved = self._plain_seconds + PLAIN_SHARE * step.seconds * passed
-        self._plain_seconds = min(saved, PLAIN_CREDIT * step.seconds)
-        if load.rows != load.sampling or any([candidate.lowest for candidate in step.candidates]):
-            return False
-        interval = self._num_steps - self._plain_at
-        as_chosen = load.sampling * step.seconds / step.tokens  # for as many tokens
-        lost = max(self._seconds_of_decodes(load) - as_chosen, 0.0)
-        if interval < (LEAST_PLAIN_INTERVAL if lost <= self._plain_seconds else PLAIN_INTERVAL):
-            return False
-        self._plain_seconds = max(self._plain_seconds - lost, 0.0)
-        return True
 
     def may_draft(self, survival: float, sequences: int, context: int) -> bool:
         """By what costs tell: one draft each brings as many tokens a second as none, or hardly fewer."""
@@ -221,7 +176,7 @@ class AdaptiveDepth:
             seconds *= self.costs.step(alone) / predicted
         plain = self.costs.target(decodes, shape.context, decodes)
         if shape.kind is StepKind.DECODE:
-            self._plain_at = self._num_steps
+            self._probes.saw_plain_step(self._num_steps)
         # What drafts will bring changes with what they brought, faster than what they cost.
         for request_id, _, _ in outcome.drafts:
             chosen = self._chosen.get(request_id)
@@ -235,7 +190,7 @@ class AdaptiveDepth:
         self._chosen.pop(request_id, None)
         self._reviewed.discard(request_id)
         self._bound.discard(request_id)
-        self._probe_intervals.pop(request_id, None)
+        self._probes.forget(request_id)
 
     def _price_of_time(self, load: StepLoad) -> float:
         """Tokens per second: what these sequences earn without drafts, times what drafts lately made of it.
@@ -245,11 +200,7 @@ class AdaptiveDepth:
         what is a little less is left as it is, or chance would make time dearer than it is.
         """
         factor = max(self._least_factor, self._earned / self._spent)
-        return factor * load.sampling / max(self._seconds_of_decodes(load), SHORTEST)
-
-    def _seconds_of_decodes(self, load: StepLoad) -> float:
-        """Without drafts, whatever prompts stand beside."""
-        return self.costs.target(load.sampling, load.context, load.sampling)
+        return factor * load.sampling / plain_seconds(self.costs, load)
 
     def _least_price_factor(self, candidates: list[DepthCandidate], load: StepLoad) -> float:
         """What drafting as little as bounds allow makes of the price of time, or hardly less."""
@@ -258,7 +209,9 @@ class AdaptiveDepth:
         if not any([choice.depth for choice in asked]):
             return LEAST_SHARE
         decodes = replace(load, rows=load.sampling)
-        least, plain = (_Step(candidates, chosen, decodes, self.costs) for chosen in (asked, [NOTHING] * len(asked)))
+        least, plain = (
+            PricedStep(candidates, chosen, decodes, self.costs) for chosen in (asked, [NOTHING] * len(asked))
+        )
         return LEAST_SHARE * least.tokens / least.seconds * plain.seconds / plain.tokens
 
     # -- between decisions ---------------------------------------------------------------------------------------------
@@ -300,7 +253,7 @@ class AdaptiveDepth:
             if candidate.lowest >= candidate.highest:
                 self._bound.add(candidate.request_id)
             if choice.depth:
-                self._probe_intervals.pop(candidate.request_id, None)
+                self._probes.forget(candidate.request_id)
         return chosen
 
     def _change_passes(self, solutions: Sequence[BestSlots], second: float) -> BestSlots:
@@ -318,189 +271,3 @@ class AdaptiveDepth:
         self._num_passes = best.passes
         self._missed = 0.0
         return best
-
-    # -- probes --------------------------------------------------------------------------------------------------------
-
-    def _go_on(self, step: _Step, slot_seconds: float) -> None:
-        """Let requests whose draft model is up to date go on by one draft even if that does not quite pay, the
-        likeliest first, until the next decision.
-
-        More about them will never be learned as cheaply: without drafts the draft model falls behind, and the way back
-        costs more with every step. An estimate that is a little too low must not decide that. What they are expected to
-        lose together is paid from the savings for probes, if it is no more than what they are expected to earn.
-
-        Args:
-            slot_seconds: what a slot costs besides its time, in time.
-        """
-        ready = []
-        for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen)):
-            offer = offer_by(DRAFT_MODEL, candidate)
-            if offer is None or candidate.steps_without_model or not candidate.highest:
-                continue
-            if not choice.depth and not self._chosen[candidate.request_id].depth:
-                ready.append((index, offer))
-        if not ready:
-            return
-        second = self.decision.price_of_time
-        ready.sort(key=lambda pair: self.costs.draft_rows(pair[1].catch_up) - pair[1].survivals[0] / second)
-        count, earned, lost = 0, 0.0, 0.0
-        first_drafts = step.seconds_of_first_drafts([offer for _, offer in ready])
-        for number, ((_, offer), seconds) in enumerate(zip(ready, first_drafts), 1):
-            earned += offer.survivals[0] / second
-            loses = seconds - earned + slot_seconds * number
-            if loses <= earned and DWELL * loses <= self._probe_seconds:
-                count, lost = number, loses
-        self._probe_seconds -= DWELL * max(lost, 0.0)
-        for index, offer in ready[:count]:
-            step.draft_one_more(index, offer)
-            self._chosen[step.candidates[index].request_id] = step.chosen[index]
-
-    def _probe(self, step: _Step, slot_seconds: float) -> None:
-        """Add drafts that the decision leaves out, to learn from them, while the time set aside for that lasts.
-
-        Args:
-            slot_seconds: what a slot costs besides its time, in time.
-        """
-        before = self._probe_seconds
-        too_dear = math.inf  # from so many tokens to catch up on, as long as nothing is added
-        for wait, index, offer in self._waiting(step):
-            # Where a draft pass is paid for, those that have waited for half their time come along, a few at once.
-            spent = before - self._probe_seconds
-            if (wait < 1.0 and not spent) or spent > PROBE_STRETCH * step.seconds:
-                break
-            candidate = step.candidates[index]
-            if offer.catch_up >= too_dear:
-                continue
-            if self._pay(step, slot_seconds, index, offer):
-                too_dear = math.inf
-                interval = self._probe_interval(candidate)
-                self._probe_intervals[candidate.request_id] = min(2 * interval, MAX_PROBE_INTERVAL)
-                self._num_probes += 1
-            else:
-                too_dear = float(offer.catch_up)
-        if self._num_steps - self._deeper_at >= DEEPER_INTERVAL:
-            self._deeper_at = self._num_steps
-            self._probe_deeper(step, slot_seconds)
-
-    def _waiting(self, step: _Step) -> list[tuple[float, int, Offer]]:
-        """Requests whose draft model was idle for half of their interval or more, the longest first: how much of it has
-        passed, the index, and what the model offers.
-
-        Intervals differ by request, so that those which began together do not probe together.
-        """
-        waiting = []
-        for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen)):
-            offer = offer_by(DRAFT_MODEL, candidate)
-            if choice.depth or offer is None:
-                continue
-            interval = self._probe_interval(candidate)
-            passed = candidate.steps_without_model / (interval + candidate.request_id * PROBE_SPREAD % interval)
-            if passed >= 0.5:
-                waiting.append((passed, index, offer))
-        return sorted(waiting, reverse=True)
-
-    def _probe_interval(self, candidate: DepthCandidate) -> int:
-        """Short while little is known of any request: a draft model that is left behind is dear to try again."""
-        first = min(PROBE_INTERVAL, 1 + self._num_probes)
-        return self._probe_intervals.get(candidate.request_id, first)
-
-    def _probe_deeper(self, step: _Step, slot_seconds: float) -> None:
-        """Let one of the deepest requests draft one more, each time another."""
-        deepest = []
-        for index, (candidate, choice) in enumerate(zip(step.candidates, step.chosen)):
-            offer = offer_by(DRAFT_MODEL, candidate)
-            if offer is None or choice.method is not DRAFT_MODEL or choice.depth != self._depth:
-                continue
-            if choice.depth < min(candidate.highest, len(offer.survivals), self.max_depth):
-                deepest.append((index, offer))
-        if deepest:
-            self._pay(step, slot_seconds, *deepest[self._num_steps // DEEPER_INTERVAL % len(deepest)])
-
-    def _pay(self, step: _Step, slot_seconds: float, index: int, offer: Offer) -> bool:
-        """Draft one more by this offer if there are rows and savings for it."""
-        seconds = step.seconds_of_one_more(index, offer) + slot_seconds
-        if seconds > self._probe_seconds:
-            return False
-        self._probe_seconds -= seconds
-        step.draft_one_more(index, offer)
-        return True
-
-
-class _Step:
-    """A choice, what it costs and what it brings.
-
-    Attributes:
-        slots, catch_up: rows for drafts, and rows that the draft model reads before.
-        tokens: expected, all sequences.
-        seconds: predicted.
-    """
-
-    def __init__(
-        self, candidates: list[DepthCandidate], chosen: list[Chosen], load: StepLoad, costs: CostModel
-    ) -> None:
-        self.candidates = candidates
-        self.chosen = chosen
-        self.load = load
-        self.costs = costs
-        self.slots = 0
-        self.catch_up = 0
-        self.tokens = float(load.sampling)
-        self._passes: list[int] = []  # sequences in each
-        for candidate, choice in zip(candidates, chosen):
-            offer = offer_by(choice.method, candidate)
-            if choice.depth and offer is not None:
-                self.tokens += sum(offer.survivals[: choice.depth])
-                self._book(offer, 0, choice.depth)
-        self.seconds = self._predict()
-
-    def seconds_of_one_more(self, index: int, offer: Offer) -> float:
-        """By how much one more draft of a request makes the step longer; infinite if there is no row for it."""
-        depth = self.chosen[index].depth
-        catch_up = offer.catch_up if depth == 0 else 0
-        if self.slots + self.catch_up + 1 + catch_up > self.load.budget:
-            return math.inf
-        before, after = self.costs.targets(self.load.rows + self.slots, 1, self.load.context)
-        seconds = after - before
-        if offer.method is DRAFT_MODEL:
-            count = self._passes[depth] if depth < len(self._passes) else 0
-            by_count = self.costs.draft_passes(count + 1) if depth else self.costs.first_passes(count + 1)
-            seconds += by_count[count + 1] - by_count[count] + self.costs.draft_rows(catch_up)
-        return seconds
-
-    def seconds_of_first_drafts(self, offers: Sequence[Offer]) -> list[float]:
-        """By how much the step becomes longer if the first 1, 2, ... of these requests, idle ones, draft once by the
-        draft model; infinite where there is no row for them.
-        """
-        drafting = self._passes[0] if self._passes else 0
-        targets = self.costs.targets(self.load.rows + self.slots, len(offers), self.load.context)
-        passes = self.costs.first_passes(drafting + len(offers))[drafting:]
-        seconds, behind = [], 0
-        for number, offer in enumerate(offers, 1):
-            behind += offer.catch_up
-            fits = self.slots + self.catch_up + number + behind <= self.load.budget
-            more = targets[number] - targets[0] + passes[number] - passes[0] + self.costs.draft_rows(behind)
-            seconds.append(more if fits else math.inf)
-        return seconds
-
-    def draft_one_more(self, index: int, offer: Offer) -> None:
-        depth = self.chosen[index].depth
-        self.chosen[index] = Chosen(offer.method, depth + 1)
-        self._book(offer, depth, depth + 1)
-
-    def _book(self, offer: Offer, before: int, after: int) -> None:
-        """Let a request draft by `after` instead of `before`."""
-        self.slots += after - before
-        if offer.method is not DRAFT_MODEL:
-            return
-        if before == 0:
-            self.catch_up += offer.catch_up
-        for position in range(before, after):
-            if position == len(self._passes):
-                self._passes.append(0)
-            self._passes[position] += 1
-
-    def _predict(self) -> float:
-        load = self.load
-        rows = load.rows + self.slots
-        shape = StepShape(rows, load.context, tuple(self._passes), self.catch_up, sequences=load.sampling)
-        return max(self.costs.step(shape), SHORTEST)

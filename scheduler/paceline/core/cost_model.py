@@ -193,11 +193,13 @@ class CostModel:
         """The same for pass 0, with all that drafting takes once per step."""
         return self._first_pass.span(0, count)
 
+    def draft_pass(self, number: int, count: int) -> float:
+        """Seconds of pass `number`, from 0, over `count` sequences."""
+        return (self._pass if number else self._first_pass).at(count)
+
     def passes(self, sequences: Sequence[int]) -> float:
         """Seconds of draft passes by so many sequences each."""
-        if not sequences:
-            return 0.0
-        return self._first_pass.at(sequences[0]) + sum([self._pass.at(count) for count in sequences[1:]])
+        return sum([self.draft_pass(number, count) for number, count in enumerate(sequences)])
 
     def draft_rows(self, rows: int) -> float:
         """Seconds for rows that the draft model reads besides one per sequence of pass 0."""
@@ -205,9 +207,10 @@ class CostModel:
 
     def step(self, shape: StepShape) -> float:
         """Seconds of a whole step."""
-        return self.target(shape.rows, shape.context, shape.sequences) + self._drafting(shape)
+        return self.target(shape.rows, shape.context, shape.sequences) + self.drafting(shape)
 
-    def _drafting(self, shape: StepShape) -> float:
+    def drafting(self, shape: StepShape) -> float:
+        """Seconds of it that the draft model takes."""
         if not (shape.draft_passes or shape.draft_rows):
             return 0.0
         # Reading alone, for drafts to come, is a pass too.
@@ -305,7 +308,7 @@ class CostModel:
             self._rises[index] = max(rise, 0.0)
 
     def _correct_draft(self, shape: StepShape, observed: float) -> None:
-        error = self._draft_outliers.error(observed, self._drafting(shape))
+        error = self._draft_outliers.error(observed, self.drafting(shape))
         if error is None:
             return
         factor = 1.0 + GAIN * error

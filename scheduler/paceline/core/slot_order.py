@@ -25,8 +25,15 @@ class Run:
         self.gains = gains
 
 
-class _Slot:
-    """One of them; those of low rank are taken first."""
+class Slot:
+    """One draft.
+
+    Attributes:
+        rank: those of low rank are taken first.
+        is_asked: taken whatever it brings.
+        index: whose it is.
+        gain: tokens that it brings beyond what it costs by itself.
+    """
 
     __slots__ = ("gain", "index", "is_asked", "rank")
 
@@ -35,6 +42,10 @@ class _Slot:
         self.is_asked = is_asked
         self.index = index
         self.gain = gain
+
+
+def rank_of(slot: Slot) -> float:
+    return slot.rank
 
 
 def best_depths(runs: Sequence[Run], budget: int, prices: Callable[[int], list[float]]) -> dict[int, int]:
@@ -46,7 +57,7 @@ def best_depths(runs: Sequence[Run], budget: int, prices: Callable[[int], list[f
     Args:
         prices: of 0, 1, ... slots, up to the number that it is given.
     """
-    slots: list[_Slot] = []
+    slots: list[Slot] = []
     for run in runs:
         worst, asked = 1.0, run.asked
         for position, gain in enumerate(run.gains):
@@ -54,18 +65,14 @@ def best_depths(runs: Sequence[Run], budget: int, prices: Callable[[int], list[f
             if gain <= 0.0 and position and not is_asked:
                 break  # nor does anything behind it gain
             worst = min(worst, gain)  # nothing stands before what it builds on
-            slots.append(_Slot(position - ASKED if is_asked else -worst, is_asked, run.index, gain))
-    slots.sort(key=_rank)
+            slots.append(Slot(position - ASKED if is_asked else -worst, is_asked, run.index, gain))
+    slots.sort(key=rank_of)
     slots = slots[: max(0, budget)]
     count, _ = best_count([slot.gain for slot in slots], prices(len(slots)), sum([slot.is_asked for slot in slots]))
     depths = {run.index: 0 for run in runs}
     for slot in slots[:count]:
         depths[slot.index] += 1
     return depths
-
-
-def _rank(slot: _Slot) -> float:
-    return slot.rank
 
 
 def best_count(gains: Sequence[float], prices: list[float], asked: int = 0) -> tuple[int, float]:

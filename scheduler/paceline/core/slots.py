@@ -8,7 +8,7 @@ from typing import Final
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, StepLoad, offer_by
 from paceline.core.method import DRAFT_MODEL
-from paceline.core.slot_order import ASKED
+from paceline.core.slot_order import ASKED, Slot, rank_of
 
 CATCH_UP_HORIZON: Final = 64  # steps over which a request that drafts again pays for what its draft model missed
 
@@ -88,7 +88,7 @@ class SlotProblem:
                 rank = position - ASKED if is_asked else price - survival
                 rows, reading = (1 + run.catch_up, run.reading) if position == 0 else (1, 0.0)
                 slots.append(_Slot(rank, is_asked, index, position, survival - self.slot_price, rows, reading))
-        slots.sort(key=_rank)
+        slots.sort(key=rank_of)
         return slots
 
     def _best(self, slots: list[_Slot], passes: int) -> BestSlots:
@@ -117,7 +117,7 @@ class SlotProblem:
                 drafting += table[before + 1] - table[before]
             drafting += slot.reading
             tokens += slot.gain
-            taken.append(slot.run)
+            taken.append(slot.index)
             seconds = targets[len(taken)] + drafting
             value = sampling + tokens - second * seconds
             asked += slot.is_asked
@@ -162,33 +162,24 @@ class SlotProblem:
         return most
 
 
-class _Slot:
-    """One draft.
+class _Slot(Slot):
+    """A draft of a run.
 
     Attributes:
-        rank: those of low rank are taken first.
-        run, position: index of the run, and where it stands in it.
-        gain: expected tokens, less what it must earn besides its time.
+        position: where it stands in it.
         rows: for it, and for what must be read before.
         reading: seconds of the latter.
     """
 
-    __slots__ = ("gain", "is_asked", "position", "rank", "reading", "rows", "run")
+    __slots__ = ("position", "reading", "rows")
 
     def __init__(
-        self, rank: float, is_asked: bool, run: int, position: int, gain: float, rows: int, reading: float
+        self, rank: float, is_asked: bool, index: int, position: int, gain: float, rows: int, reading: float
     ) -> None:
-        self.rank = rank
-        self.is_asked = is_asked
-        self.run = run
+        super().__init__(rank, is_asked, index, gain)
         self.position = position
-        self.gain = gain
         self.rows = rows
         self.reading = reading
-
-
-def _rank(slot: _Slot) -> float:
-    return slot.rank
 
 
 class _Run:

@@ -73,11 +73,9 @@ def write_bill(
     plain = costs.target(shape.rows - slots, 0, shape.sequences)
     without = costs.target(shape.rows - slots, shape.context, shape.sequences)
     slot = (costs.target(shape.rows, 0) - costs.target(shape.rows - slots, 0)) / slots if slots else 0.0
-    passes, all_passes = _passes(costs, shape)
-    reading = costs.draft_rows(shape.draft_rows) + (
-        costs.first_passes(1)[1] if shape.draft_rows and not shape.draft_passes else 0.0
-    )
-    predicted = without + slots * slot + all_passes + reading
+    passes, drafting = _shares_of_passes(costs, shape), costs.drafting(shape)
+    reading = drafting - costs.passes(shape.draft_passes)
+    predicted = without + slots * slot + drafting
     stretch = seconds / predicted if predicted > 0.0 else 0.0
     per_row = stretch * plain / max(1, shape.rows - slots)
     per_context = stretch * (without - plain) / max(1, shape.context)
@@ -105,10 +103,7 @@ def write_bill(
     return StepBill(charges, drafts)
 
 
-def _passes(costs: CostModel, shape: StepShape) -> tuple[list[float], float]:
-    """Seconds that a request pays for 0, 1, ... passes of the draft model, and seconds of all of them."""
-    most = max(shape.draft_passes, default=0)
-    first, later = costs.first_passes(most), costs.draft_passes(most)
-    seconds = [(later if number else first)[count] for number, count in enumerate(shape.draft_passes)]
-    shares = [of_pass / count for of_pass, count in zip(seconds, shape.draft_passes)]
-    return list(itertools.accumulate(shares, initial=0.0)), sum(seconds)
+def _shares_of_passes(costs: CostModel, shape: StepShape) -> list[float]:
+    """Seconds that a request pays for 0, 1, ... passes of the draft model."""
+    shares = [costs.draft_pass(number, count) / count for number, count in enumerate(shape.draft_passes)]
+    return list(itertools.accumulate(shares, initial=0.0))
