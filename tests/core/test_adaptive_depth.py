@@ -17,6 +17,7 @@ from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, Outcome,
 from paceline.core.depth_choices import choose_depths
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.method import Method
+from paceline.core.priced_step import PricedStep
 from paceline.core.prices import Prices
 from paceline.core.probes import (
     LEAST_CREDIT,
@@ -1006,7 +1007,7 @@ def test_forgotten_requests_leave_nothing() -> None:
 # -- summary and the fixed policy ------------------------------------------------------------------------------------
 
 
-def test_the_last_decision_says_what_it_expects() -> None:
+def test_the_last_decision_is_told() -> None:
     costs = costs_by(lambda rows: 1.0 + 0.01 * rows, lambda count: 0.1, start=0.05, per_draft_row=0.01)
     policy = adaptive(costs)
     candidates = [candidate(0.6, 0, catch_up=1), candidate(0.9, 1)]
@@ -1015,9 +1016,9 @@ def test_the_last_decision_says_what_it_expects() -> None:
         chosen = policy.choose(candidates, load)
         last = policy.decision
         assert (last.depth, last.slots) == (max(c.depth for c in chosen), sum(c.depth for c in chosen))
-        assert last.predicted_seconds == pytest.approx(costs.step(shape_of(candidates, chosen, load)))
-        tokens = worth(candidates, chosen, load, costs, second=0.0)
-        assert last.rate == pytest.approx(tokens / last.predicted_seconds)
+        step = PricedStep(candidates, chosen, load, costs)
+        assert step.seconds == pytest.approx(costs.step(shape_of(candidates, chosen, load)))
+        assert step.tokens == pytest.approx(worth(candidates, chosen, load, costs, second=0.0))
 
 
 def test_fixed_depth_is_fixed() -> None:

@@ -404,6 +404,8 @@ def test_repeatability_compares_equal_shapes_only() -> None:
         costs.observe(StepShape(9, 1001), 0.0, 0.020)
         costs.observe(StepShape(8, 1010, kind=StepKind.MIXED), 0.0, 0.040)
     assert {kind: error.repeatability for kind, error in costs.errors().items()} == {"decode": 0.0, "mixed": 0.0}
+    costs.observe(StepShape(8, 1001, sequences=2), 0.0, 0.030)
+    assert not any(costs._errors[StepKind.DECODE].differences), "sequences are priced"
     costs.observe(StepShape(8, 1023), 0.0, 0.020)
     costs.observe(StepShape(8, 2000), 0.0, 0.500)
     assert max(costs._errors[StepKind.DECODE].differences) == 0.5, "about the same context is the same shape"

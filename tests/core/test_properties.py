@@ -37,6 +37,8 @@ POLICIES_OF = {
     "poor": TenantPolicy(tokens_per_second=2.0, burst_tokens=8.0),
     "small": TenantPolicy(max_blocks=5),
 }
+# What a reload may make of them while their requests live.
+NARROWED = POLICIES_OF | {"few": TenantPolicy(max_running=1, max_queued=1), "small": TenantPolicy(max_blocks=1)}
 SCHEDULING = st.builds(
     SchedulingParams,
     st.sampled_from(["", *POLICIES_OF]),
@@ -121,7 +123,7 @@ def try_add(
             scheduling=scheduling,
         )
     except ResourceExhausted as error:
-        policy = POLICIES_OF.get(scheduling.tenant, ONE_SHARE)
+        policy = harness.scheduler.tenants.policy(scheduling.tenant)
         blocks = min(config.num_blocks, policy.max_blocks or config.num_blocks)
         if error.retry_after is None:
             assert total > blocks * config.block_size
@@ -260,6 +262,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def land(self) -> None:
         self.harness.land()
+
+    @rule(policies=st.sampled_from([POLICIES_OF, NARROWED]))
+    def reload(self, policies: dict[str, TenantPolicy]) -> None:
+        self.harness.scheduler.tenants.set_policies(policies, ONE_SHARE)
 
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:

@@ -286,7 +286,7 @@ def test_nothing_is_saved_where_nobody_waits() -> None:
 
 def test_a_full_step_has_no_rows() -> None:
     room = Slowdown(costs(), 1, 0, 1, 0, 1.5, 0.0)
-    assert not room.fits(1, 0)
+    assert not room.fits_or_closes(1, 0)
     assert room.take(1, 0) == 0
     assert room.saved == 0.0
 

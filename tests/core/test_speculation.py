@@ -458,7 +458,7 @@ def test_a_report_has_the_ended_and_the_live() -> None:
     assert report.totals.emitted == ended.counts.emitted + lasting.counts.emitted
     assert bench.control.totals.emitted == ended.counts.emitted, "asking changes nothing"
     drafter = report.drafters[Method.DRAFT_MODEL, Verification.GREEDY]
-    assert len(drafter.acceptance) == len(drafter.counts.drafted_by_position)
+    assert len(drafter.acceptance) == len(drafter.counts.depths) - 1
     acceptance = {
         name: tenant.acceptance[Method.DRAFT_MODEL, Verification.GREEDY] for name, tenant in report.tenants.items()
     }

@@ -53,6 +53,15 @@ def test_ngrams_pay_for_no_pass() -> None:
     assert [price.spent for price in told.drafts] == pytest.approx([1.0, 1.0 + 2 * PASS])
 
 
+def test_who_was_forced_pays_for_no_pass() -> None:
+    """What a grammar forces is proposed without the draft model, in which the other is alone."""
+    work, result = decode(0, 2, 2)
+    result.is_forced = True
+    told = bill([(work, result), decode(1, 2, 0)], (1, 1), 20.0)
+    assert [price.spent for price in told.drafts] == pytest.approx([1.0, 1.0 + 2 * PASS])
+    assert [price.rejected for price in told.drafts] == pytest.approx([0.0, 1.0 + 2 * PASS])
+
+
 def test_a_prompt_pays_by_its_rows() -> None:
     chunk = SequenceWork(0, 99, False), SequenceResult(0)
     told = bill([chunk, decode(1)], (), 60.0)

@@ -14,7 +14,7 @@ from paceline.core.method import Method
 from paceline.core.params import SchedulingParams, SpeculationParams, StopParams
 from paceline.core.plan import StepPlan, StepTimes
 from paceline.core.request import Request, RequestStatus
-from paceline.core.tenant_policy import TenantPolicy
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.core.tenants import MOST_IDLE, Tenants
 from paceline.errors import InvalidArgument, ResourceExhausted, Unavailable
 
@@ -268,6 +268,29 @@ def test_blocks_are_limited() -> None:
     shop.drain()
     with pytest.raises(ResourceExhausted, match="the KV cache share of tenant 'a': 20 tokens"):
         shop.add_for("a", 9, 30)
+
+
+def test_what_was_let_in_runs_under_fewer_blocks() -> None:
+    """Alone, since its tenant holds more now than it may; and nobody waits behind it for ever."""
+    shop = Shop({"a": TenantPolicy(max_blocks=5)}, max_num_seqs=4)
+    requests = [shop.add_for("a", 9, 6) for _ in range(2)]
+    shop.scheduler.tenants.set_policies({"a": TenantPolicy(max_blocks=2)}, ONE_SHARE)
+    requests.append(shop.add_for("a", 2, 2))
+    while shop.scheduler.has_requests:
+        shop.step()
+        assert len(shop.scheduler.running) <= 1
+    assert all(request.status is RequestStatus.FINISHED for request in requests)
+
+
+def test_a_late_result_of_a_tenant_that_is_gone_is_dropped() -> None:
+    shop = Shop({"a": ONE_SHARE}, max_num_seqs=4)
+    request = shop.add_for("a")
+    shop.plan()
+    shop.abort(request)
+    shop.scheduler.tenants.set_policies({}, None)
+    shop.scheduler.tenants._forget_idle()
+    shop.land()
+    assert "a" not in shop.scheduler.tenants
 
 
 def test_tokens_per_second_are_limited() -> None:

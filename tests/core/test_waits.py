@@ -57,14 +57,23 @@ def test_one_long_prompt_does_not_fill_the_step() -> None:
 
 
 def test_a_step_with_prompts_is_as_short_as_decodes_need_it() -> None:
-    """At 10 s and half a second a row, 40 seconds are 60 rows; a second prompt has its one row in any case."""
+    """At 10 s and half a second a row, 40 seconds are 60 rows, however many prompts there are."""
     harness = harness_of(max_step_seconds=40.0)
     start_decoding(harness, 3)
-    harness.add(300)
-    harness.add(300)
+    for _ in range(5):
+        harness.add(300)
     plans = [harness.step() for _ in range(6)]
-    assert {plan.num_rows for plan in plans} <= {60, 61}
+    assert [plan.num_rows for plan in plans] == [60] * 6
     assert all(len(plan.work) >= 4 for plan in plans), "every decode has its row"
+    harness.drain()
+
+
+def test_prompts_without_room_wait_for_the_next_step() -> None:
+    """A row of each would cost as much as a sequence, and be read again with the next."""
+    harness = harness_of()
+    for _ in range(4):
+        harness.add(100)
+    assert [chunks(harness.step()) for _ in range(4)] == [[100, 28], [72, 55], [45, 81], [19]]
     harness.drain()
 
 

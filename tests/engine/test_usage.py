@@ -161,6 +161,18 @@ def test_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.usage.report()[ALL_OTHERS].completion_tokens == 12
 
 
+def test_a_tenant_that_is_named_while_its_request_lives_has_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "MAX_TENANTS", 1)
+    engine = make_engine()
+    engine.add(of("first", max_tokens=4))
+    engine.add(of("later", max_tokens=4))
+    engine.step()
+    engine.scheduler.tenants.set_policies({"later": ONE_SHARE}, ONE_SHARE)
+    assert engine.usage.report()["later"].completion_tokens == 1
+    run(engine)
+    assert engine.usage.report()["later"].completion_tokens == 4
+
+
 def test_a_report_is_a_copy() -> None:
     engine = make_engine()
     engine.usage.of("t").outcomes["OK"] += 1

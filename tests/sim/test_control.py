@@ -58,7 +58,7 @@ class Notes:
     observed: list[list[float]] = field(default_factory=list)
     known: list[float] = field(default_factory=list)  # of the request, whenever somebody asks
 
-    def survivals(self, tenant: str, request: Residual, depth: int, optimism: float = 0.0) -> list[float]:
+    def survivals(self, tenant: str, request: Residual, depth: int) -> list[float]:
         self.known.append(request.information)
         return [0.5**j for j in range(1, depth + 1)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf, log, sqrt
+from math import exp, inf, log
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -134,18 +134,13 @@ class AcceptanceModel:
         self._compare()
         return self._calibration
 
-    def survivals(
-        self, tenant: str, request: Residual, depth: int, optimism: float = 0.0, agreed: int = 0
-    ) -> list[float]:
+    def survivals(self, tenant: str, request: Residual, depth: int, agreed: int = 0) -> list[float]:
         """S_1 .. S_depth, S_j = probability that the first j drafts are all accepted: in [0, 1], non-increasing.
 
         Args:
-            optimism: standard deviations of the request's residual that are added to its log-odds; 0 for the mean.
             agreed: positions before the first of them.
         """
         log_odds = self._log_odds(tenant, request)
-        if optimism:
-            log_odds += optimism / sqrt(request.information + self._of_request.prior_at(request.shift))
         survivals = []
         survival = 1.0
         for position in self._positions[agreed : agreed + depth]:
@@ -200,7 +195,7 @@ class AcceptanceModel:
             if index < len(positions):
                 position = positions[index]
             else:
-                position = self._position(index)
+                position = Residual(positions[-1].shift)  # as its neighbour
                 if shared:
                     positions.append(position)
             odds = log_odds + position.shift
@@ -236,12 +231,6 @@ class AcceptanceModel:
         """Without the position's part."""
         residual = self._tenants.get(tenant)
         return self._prior + request.shift + (residual.shift if residual else 0.0)
-
-    def _position(self, index: int) -> Residual:
-        """A new one starts where its neighbour is; it is not kept."""
-        if index < len(self._positions):
-            return self._positions[index]
-        return Residual(self._positions[-1].shift)
 
     def _join(self, tenant: str) -> Residual:
         """A new tenant's residual. Where there are too many, the half of which least is known is forgotten."""

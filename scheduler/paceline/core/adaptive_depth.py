@@ -143,7 +143,7 @@ class AdaptiveDepth:
         chosen = NgramProblem(candidates, by_model, self._prices(load, slot_price), self.max_depth).solve()
         step = PricedStep(candidates, chosen, load, self.costs)
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
-        self.decision = Decision(deepest, step.slots, second, step.tokens / step.seconds, step.seconds)
+        self.decision = Decision(deepest, step.slots, second)
         if before is None:
             self._probes.begin(step)
         passed, slot_seconds = 1 if before is None else self._num_steps - before, slot_price / second

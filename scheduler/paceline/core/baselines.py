@@ -78,7 +78,7 @@ class AllOrNothing(_PerRequest):
         super().__init__(5)
 
     def _moved(self, request_id: int, depth: int, drafted: int, accepted: int) -> int:
-        return depth + 2 if accepted == drafted else max(depth - 1, 1)
+        return drafted + 2 if accepted == drafted else max(drafted - 1, 1)
 
 
 @dataclass(slots=True)

@@ -404,7 +404,7 @@ class _Errors:
         if observed <= 0.0:
             return
         self.ratios.append(predicted / observed)
-        key = (shape.rows, shape.draft_passes, shape.draft_rows, _rounded(shape.context))
+        key = (shape.rows, shape.draft_passes, shape.draft_rows, shape.sequences, _rounded(shape.context))
         before = self.last.pop(key, None)
         if before is not None:
             self.differences.append(abs(before / observed - 1.0))

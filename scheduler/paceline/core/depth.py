@@ -104,15 +104,11 @@ class Decision:
         depth: the deepest of all.
         slots: draft slots, all requests.
         price_of_time: tokens that a second is worth.
-        rate: expected tokens per second of the step.
-        predicted_seconds: the step's duration.
     """
 
     depth: int = 0
     slots: int = 0
     price_of_time: float = 0.0
-    rate: float = 0.0
-    predicted_seconds: float = 0.0
 
 
 NOTHING: Final = Chosen(NO_METHOD, 0)

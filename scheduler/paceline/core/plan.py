@@ -167,6 +167,7 @@ class SequenceResult:
         match: if the work asks for it, how many of the last tokens, those emitted included, stood before in this order;
             n-grams go on as the text went on there. 0 if the last one is new, and nothing will be proposed; at most
             `LONGEST_MATCH`, which it is where a grammar forces what follows.
+        is_forced: its drafts are what its grammar forces; no drafter was asked for them.
     """
 
     request_id: int
@@ -183,6 +184,7 @@ class SequenceResult:
     finish: Finish | None
     scored: tuple[float, ...]
     match: int
+    is_forced: bool
 
     def __init__(
         self,
@@ -200,6 +202,7 @@ class SequenceResult:
         finish: Finish | None = None,
         scored: tuple[float, ...] = (),
         match: int = 0,
+        is_forced: bool = False,
     ) -> None:
         self.request_id = request_id
         self.token_ids = token_ids
@@ -215,6 +218,7 @@ class SequenceResult:
         self.finish = finish
         self.scored = scored
         self.match = match
+        self.is_forced = is_forced
 
 
 @dataclass(frozen=True, slots=True)

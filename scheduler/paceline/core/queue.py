@@ -27,9 +27,6 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(sorted(self._requests.values(), key=lambda request: (request.rank, request.request_id)))
 
-    def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._requests
-
     def push(self, request: Request) -> None:
         """A new request, or one that was preempted and returns to where it was."""
         self._requests[request.request_id] = request

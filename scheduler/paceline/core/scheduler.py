@@ -283,7 +283,9 @@ class Scheduler:
         return methods if self.config.hybrid else methods[:1]
 
     def forget(self) -> None:
-        """Start every estimate and account anew, as after a warm-up. No request is live."""
+        """Start the books of drafters, of the rate and of tenants anew, as after a warm-up. The policy, its costs and
+        what is cached stay. No request is live.
+        """
         assert not self.requests, "requests are live"
         self.speculation.forget()
         self.rate.forget()
@@ -356,8 +358,9 @@ class Scheduler:
             # The crowd, which takes less of such a step than it might, shall not find itself owed for that.
             counts = request.tenant not in light
             if request.status is FINISHED:
-                # What was computed for one that has ended meanwhile is paid for all the same.
-                self.tenants.get(request.tenant, now).charge(seconds, counts=counts)
+                # What was computed for one that has ended meanwhile is paid for all the same, if it has an account.
+                if request.tenant in self.tenants:
+                    self.tenants[request.tenant].charge(seconds, counts=counts)
                 continue
             request.charged_seconds += seconds
             self.tenants[request.tenant].charge(seconds, len(sequence.token_ids), counts=counts)
@@ -381,8 +384,8 @@ class Scheduler:
         return max(LEAST_ROWS, fitting - 1)
 
     def _prompt_rows(self, wanted: int, step: StepBuilder, budget: int) -> int:
-        """Known tokens of one prompt that the step may compute, at least one."""
-        return max(1, min(wanted, budget, step.prompt_budget, self.config.long_prefill_threshold or wanted))
+        """Known tokens of one prompt that the step may compute."""
+        return max(0, min(wanted, budget, step.prompt_budget, self.config.long_prefill_threshold or wanted))
 
     def _continue_running(self, step: StepBuilder, now: float) -> bool:
         """Give running requests their rows, in the order of admission; those of the crowd come last, and take turns.
@@ -406,6 +409,8 @@ class Scheduler:
             if wanted > 1:
                 # One row stays reserved for each request behind this one: a long prompt never stops their decodes.
                 rows = self._prompt_rows(wanted, step, step.budget - (len(order) - index - 1))
+                if not rows:
+                    continue
             if index >= first_other and step.slowdown is not None:
                 if request.tenant in step.ahead:
                     continue
@@ -481,7 +486,7 @@ class Scheduler:
         the tenant that is owed most. If that one finds no room nobody else takes it.
         """
         held_up: set[Tenant] = set()  # who can start nothing in this step
-        while step.budget > 0 and self.tenants.num_waiting:
+        while step.budget > 0 and step.prompt_budget > 0 and self.tenants.num_waiting:
             tenant = self.tenants.next(lambda one: one not in held_up and self._may_start(one, now))
             if tenant is None:
                 return
@@ -501,7 +506,7 @@ class Scheduler:
                 continue
             known, num_drafted = self.prefixes.find(request)
             cached = len(known) * self.config.block_size
-            if slowdown is not None and not slowdown.fits(request.num_tokens - cached, cached):
+            if slowdown is not None and not slowdown.fits_or_closes(request.num_tokens - cached, cached):
                 held_up.add(tenant)
                 continue
             missing = self.config.blocks_for(request.num_tokens) - len(known)
@@ -523,12 +528,14 @@ class Scheduler:
         return (most is None or tenant.num_running < most) and tenant.seconds_until_tokens(now) == 0.0
 
     def _within_blocks(self, tenant: Tenant, request: Request) -> bool:
-        """Its blocks suffice for the request beside those that run, as long as they may all become."""
+        """Its blocks suffice for the request beside those that run, as long as they may all become. Alone it may run
+        in any case: the policy may have been another one when it came.
+        """
         most = tenant.policy.max_blocks
-        if most is None:
+        others = [] if most is None else [one for one in self.running.values() if one.tenant == tenant.name]
+        if most is None or not others:
             return True
-        together = [request, *(one for one in self.running.values() if one.tenant == tenant.name)]
-        return sum(self.config.blocks_for(one.max_total_tokens) for one in together) <= most
+        return sum(self.config.blocks_for(one.max_total_tokens) for one in [request, *others]) <= most
 
     def _has_room(self, blocks: int) -> bool:
         """A place in the batch and so many free blocks, beside those that are kept back while others run."""

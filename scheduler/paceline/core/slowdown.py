@@ -47,8 +47,8 @@ class Slowdown:
         """Seconds for the next step: none if nobody had to wait, and no more than one of them waits for."""
         return min(self._seconds, self._waits_for) if self.is_full else 0.0
 
-    def fits(self, rows: int, context: int) -> bool:
-        """As many of these rows of a request as are worth it; if not, the step is full.
+    def fits_or_closes(self, rows: int, context: int) -> bool:
+        """Do as many of these rows of a request fit as are worth it? If not, the step is full from here on.
 
         Args:
             context: tokens whose KV it reads.
@@ -61,7 +61,7 @@ class Slowdown:
 
     def take(self, rows: int, context: int) -> int:
         """Rows for one more request, of those that it wants; 0 if it has to wait."""
-        if self.is_full or not self.fits(rows, context):
+        if self.is_full or not self.fits_or_closes(rows, context):
             return 0
         seconds = self._with(self._rows) + self._seconds - self._price(0, context)
         fitting = bisect_right(range(self._most_rows + 1), seconds, key=self._with) - 1 - self._rows

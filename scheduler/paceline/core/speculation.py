@@ -53,7 +53,7 @@ class SpeculationControl:
         self.forget()
 
     def forget(self) -> None:
-        """Start every estimate and count anew, as after a warm-up."""
+        """Start acceptance and counts anew, as after a warm-up; the policy and its costs stay."""
         self.drafters = {
             (method, rule): TrackRecord(AcceptanceModel(NGRAM_TRAITS if method is NGRAM else MODEL_TRAITS))
             for method in Method
@@ -276,8 +276,12 @@ def _agreed(request: Request, method: Method) -> int:
 
 
 def _shape(works: tuple[SequenceWork, ...], results: tuple[SequenceResult, ...], context: int) -> StepShape:
-    """The step as it was executed: an n-gram may have proposed less than was planned."""
-    drafting = [work.num_drafts for work in works if work.num_drafts and work.method is DRAFT_MODEL]
+    """The step as it was executed: an n-gram may have proposed less than was planned, and a grammar all there was."""
+    drafting = [
+        work.num_drafts
+        for work, result in zip(works, results)
+        if work.num_drafts and work.method is DRAFT_MODEL and not result.is_forced
+    ]
     by_depth = Counter(drafting)
     passes = [
         sum([count for depth, count in by_depth.items() if depth > number])

@@ -88,17 +88,10 @@ class SpeculationCounts:
         return counts
 
     @property
-    def drafted_by_position(self) -> list[int]:
-        return self._by_position(0)
-
-    @property
     def accepted_by_position(self) -> list[int]:
-        return self._by_position(1)
-
-    def _by_position(self, which: int) -> list[int]:
-        """Steps that went as far as each position or farther, by drafts verified or by drafts emitted."""
-        counts = [0] * max((key[which] for key in self.steps), default=0)
-        for key, steps in self.steps.items():
-            for position in range(key[which]):
+        """Steps that kept drafts as far as each position or farther."""
+        counts = [0] * max((accepted for _, accepted in self.steps), default=0)
+        for (_, accepted), steps in self.steps.items():
+            for position in range(accepted):
                 counts[position] += steps
         return counts

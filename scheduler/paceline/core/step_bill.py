@@ -93,7 +93,7 @@ def write_bill(
             if kept > emitted:
                 kept = emitted
             spent, rejected = slot * drafted, slot * (drafted - kept)
-            if work.method is DRAFT_MODEL:
+            if work.method is DRAFT_MODEL and not result.is_forced:
                 spent += passes[planned]
                 rejected += passes[planned] - passes[kept if kept < planned else planned]
             price = DraftPrice(per_token * (emitted - 1), spent, rejected)

@@ -95,7 +95,8 @@ class Usage:
         """Copies of all accounts by name, with what live completions have had so far."""
         report = {name: account.copy() for name, account in self._accounts.items()}
         for request in self._scheduler.requests.values():
-            report[self.name_of(request.tenant)].book(request)
+            # A reload may name a tenant whose usage was booked to all others until then.
+            report.setdefault(self.name_of(request.tenant), TenantUsage()).book(request)
         for tenant in self._scheduler.tenants:
             usage = report.get(self.name_of(tenant.name))
             if usage is not None:  # else it has asked for something, and been refused

@@ -22,11 +22,13 @@ class Draft:
             [drawn tokens of the step, vocab] float32: one tensor that they share. None: the tokens were chosen, not
             drawn (one-hot).
         first_row: where this draft's rows of `probs` begin.
+        is_forced: a grammar allows no other tokens; no drafter was asked.
     """
 
     token_ids: list[int]
     probs: Tensor | None = None
     first_row: int = 0
+    is_forced: bool = False
 
 
 class Drafter(Protocol):

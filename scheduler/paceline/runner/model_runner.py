@@ -105,7 +105,7 @@ class ModelRunner:
                     continue
                 forced = sequence.matcher.forced(work.num_drafts) if sequence.matcher and work.num_drafts else []
                 if forced:
-                    drafts[work.request_id] = Draft(forced)
+                    drafts[work.request_id] = Draft(forced, is_forced=True)
                     work = replace(work, num_drafts=0)
                 mine.append((sequence, work))
             if mine:
@@ -253,6 +253,7 @@ def _emit(
         acceptance=tuple(verdict.acceptance),
         scored=scored,
         match=0 if scorer is None else _match(sequence, scorer),
+        is_forced=run.draft.is_forced,
         num_draft_computed=sequence.num_draft_computed,
         logprobs=logprobs,
         grammar_end=grammar_end,

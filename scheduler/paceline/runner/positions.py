@@ -12,7 +12,7 @@ from paceline.core.grammar import Mask
 from paceline.core.params import SequenceParams
 from paceline.core.sequence import Sequence
 
-WORD = 0xFFFFFFFF
+LOW_HALF = 0xFFFFFFFF  # of a seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,5 +62,5 @@ def noise_keys(batch: Seq[Positions], device: torch.device) -> Tensor:
         seed, length = positions.params.sampling.seed, len(positions.sequence)
         assert seed is not None, positions.sequence.request_id
         for row in range(len(positions)):
-            keys.append((seed & WORD, seed >> 32, length + positions.first + row, positions.params.choice))
+            keys.append((seed & LOW_HALF, seed >> 32, length + positions.first + row, positions.params.choice))
     return torch.tensor(keys, dtype=torch.int64, device=device)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import paceline_kernels as ops
-from paceline.core.grammar import Mask, mask_of
+from paceline.core.grammar import WORD, Mask, mask_of
 from paceline.runner.positions import Positions
 
 # Beyond these float32 would divide by 0 or infinity; long before them, all mass is on the maximum, or on all alike.
@@ -157,7 +157,8 @@ def _without(masks: Mask, bans: list[list[int]]) -> Mask:
     bits = masks.view(np.uint32).copy()
     for row, token_ids in enumerate(bans):
         for token in token_ids:
-            bits[row, token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+            word, bit = divmod(token, WORD)
+            bits[row, word] &= ~np.uint32(1 << bit)
     return bits.view(np.int32)
 
 
