@@ -13,7 +13,14 @@ from paceline.core.config import SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
 from paceline.core.grammar import Grammar, GrammarKind, GrammarSpec
 from paceline.core.method import Method
-from paceline.core.params import Constraints, LogprobsParams, SamplingParams, SpeculationParams, Verification
+from paceline.core.params import (
+    Constraints,
+    LogprobsParams,
+    SamplingParams,
+    SchedulingParams,
+    SpeculationParams,
+    Verification,
+)
 from paceline.core.plan import (
     Finish,
     FinishReason,
@@ -25,6 +32,7 @@ from paceline.core.plan import (
 )
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.engine import ChatMessage, Engine, GenerationRequest, Output
 from paceline.errors import EngineDead, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from paceline.sim import ScriptedRunner, SimulatedRunner, StepCost, VirtualClock
@@ -266,6 +274,26 @@ class TestSeveralCompletions:
             (11, 8, 12),
         ]
         assert engine.totals.tokens == 36
+
+    @pytest.mark.parametrize("weight", [0.1, 1.0])
+    @pytest.mark.parametrize("n", [1, 2, 3, 4])
+    def test_others_give_way_to_all_completions_or_to_none(self, n: int, weight: float) -> None:
+        """Whoever has most for its weight gives way, and with every request that leaves it may be another."""
+        for a, b in [(a, 12 - a) for a in range(13)]:
+            engine = make_engine(max_queued=12)
+            engine.scheduler.tenants.set_policies({"b": TenantPolicy(weight=weight)}, ONE_SHARE)
+            for tenant in ["a"] * a + ["b"] * b:
+                engine.add(replace(make_request(), scheduling=SchedulingParams(tenant)))
+            late = replace(make_request(), n=n, scheduling=SchedulingParams("late"))
+            try:
+                engine.add(late)
+            except Unavailable:
+                queued, gone = 0, 0
+            else:
+                queued, gone = n, n
+            assert [one.tenant for one in engine.scheduler.waiting].count("late") == queued, (a, b)
+            assert len(engine.take_refused()) == gone, (a, b)
+            assert len(engine.scheduler.requests) == len(list(engine._completions.keys())) == 12
 
     def test_all_are_queued_or_none(self) -> None:
         engine = make_engine(max_queued=4)

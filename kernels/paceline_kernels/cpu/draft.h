@@ -38,23 +38,24 @@ public:
     // Sequence i gets depths[i] drafts -> out [num_seqs, max_depth].
     void run(const int32_t* depths, int64_t max_depth, const PacelineChoices& choices, int64_t* out) {
         const int64_t hidden = model_.hidden_size(), vocab = model_.vocab_size();
-        hidden_.resize(std::max<int64_t>(batch_.query_starts[batch_.num_seqs], 1) * hidden);
-        model_.forward(batch_, hidden_.data());
+        static thread_local Scratch hidden_memory, logits_memory;  // pages that were written before are at hand
+        hidden_ = hidden_memory.get<T>(std::max<int64_t>(batch_.query_starts[batch_.num_seqs], 1) * hidden);
+        model_.forward(batch_, hidden_);
         for (int64_t seq = 0; seq < batch_.num_seqs; ++seq) {
             if (depths[seq] <= 0) continue;
             const int64_t last = batch_.query_starts[seq + 1] - 1;
             // Ascending, so nothing is overwritten before it is read.
-            std::copy_n(hidden_.data() + last * hidden, hidden, hidden_.data() + going_.size() * hidden);
+            std::copy_n(hidden_ + last * hidden, hidden, hidden_ + going_.size() * hidden);
             going_.push_back(seq);
         }
+        float* const logits = logits_memory.get<float>(going_.size() * vocab);
         for (int64_t pass = 0; !going_.empty(); ++pass) {
             const int64_t count = (int64_t)going_.size();
-            logits_.resize(count * vocab);
-            model_.logits(hidden_.data(), count, batch_.num_threads, logits_.data());
+            model_.logits(hidden_, count, batch_.num_threads, logits);
 #pragma omp parallel for schedule(dynamic) num_threads(batch_.num_threads) if (count > 1)
             for (int64_t i = 0; i < count; ++i) {
                 out[going_[i] * max_depth + pass] =
-                    choose(choices, going_[i], pass, max_depth, logits_.data() + i * vocab, vocab);
+                    choose(choices, going_[i], pass, max_depth, logits + i * vocab, vocab);
             }
             const auto done = [&](int64_t seq) { return depths[seq] <= pass + 1; };
             going_.erase(std::remove_if(going_.begin(), going_.end(), done), going_.end());
@@ -82,14 +83,13 @@ private:
         next.query_starts = starts_.data();
         next.context_lens = contexts_.data();
         next.block_tables = tables_.data();
-        model_.forward(next, hidden_.data());
+        model_.forward(next, hidden_);
     }
 
     Decoder<T>& model_;
     const PacelineBatch& batch_;
     std::vector<int64_t> going_;  // sequences, ascending
-    std::vector<T> hidden_;
-    std::vector<float> logits_;
+    T* hidden_ = nullptr;  // [rows, hidden]
     std::vector<int32_t> starts_, contexts_, tables_;
     std::vector<int64_t> token_ids_;
 };

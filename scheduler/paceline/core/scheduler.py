@@ -164,6 +164,7 @@ class Scheduler:
         logprobs: LogprobsParams = LogprobsParams(),
         choice: int = 0,
         sibling_id: int | None = None,
+        num_siblings: int = 0,
         scheduling: SchedulingParams = ANYBODY,
     ) -> Request:
         """Queue a request. Ids are never used twice, so that a late result cannot meet a newer request.
@@ -171,6 +172,8 @@ class Scheduler:
         Args:
             choice: which completion of its prompt it is.
             sibling_id: another completion of the same prompt, whose KV it shares; it may have ended already.
+            num_siblings: completions that are added right after this one, with all else equal: there is room in the
+                queue for them, too, or for none, and nobody gives way for some of them.
             scheduling: whose request it is and when it is wanted; a method that the tenant may not use drafts nothing.
 
         Raises:
@@ -188,7 +191,7 @@ class Scheduler:
         max_total = self.check(len(prompt_token_ids), stop, tenant)
         if scheduling.deadline is not None and scheduling.deadline <= now:
             raise InvalidArgument("scheduling.deadline", f"{now - scheduling.deadline:.3f} s ago", "in the future")
-        self.check_queue(tenant, 1, now)
+        self.check_queue(tenant, 1 + num_siblings, now)
         sibling = None if sibling_id is None else self.requests.get(sibling_id)
         assert sibling is None or sibling.prompt_token_ids == prompt_token_ids, "siblings have one prompt"
         request = Request(
@@ -210,7 +213,7 @@ class Scheduler:
             raise
         priority = min(scheduling.priority, self.tenants.policy(tenant).max_priority)
         request.rank = self.deadlines.rank(request, priority, len(self.tenants[tenant].queue))
-        self._make_room(tenant)
+        self._make_room(tenant, 1 + num_siblings)
         self.requests[request_id] = request
         self.tenants.push(request)
         self.deadlines.watch(request)
@@ -239,10 +242,10 @@ class Scheduler:
         """In the queue, before so many more requests can wait."""
         return max(0, self.tenants.num_waiting + count - self.config.max_queued)
 
-    def _make_room(self, tenant: str) -> None:
-        """For one more request of the tenant."""
-        missing = self._missing_places(1)
-        for request in self.tenants.give_way(tenant, 1, missing) if missing else ():
+    def _make_room(self, tenant: str, count: int) -> None:
+        """For so many more requests of the tenant."""
+        missing = self._missing_places(count)
+        for request in self.tenants.give_way(tenant, count, missing) if missing else ():
             reason = "the queue is full, and its tenant has more requests in it for its share than others"
             wait = self.rate.seconds_until_ends(missing)
             self._refuse(request, Unavailable(reason, wait, reason=Reason.QUEUE_FULL))

@@ -200,7 +200,6 @@ class Engine:
             raise EngineDead("the engine failed and serves no more requests")
         prepared = self.prepare(request) if prepared is None else prepared
         now = self.clock()  # the same for all, so that what the first may do the others may too
-        self.scheduler.check_queue(request.scheduling.tenant, request.n, now)
         ids = [next(self._ids) for _ in range(request.n)]
         matcher = StopMatcher(request.stop.strings) if request.stop.strings else None
         for choice, request_id in enumerate(ids):
@@ -231,6 +230,7 @@ class Engine:
             logprobs=logprobs,
             choice=choice,
             sibling_id=first_id if choice else None,
+            num_siblings=request.n - 1 - choice,
             scheduling=request.scheduling,
         )
         checker = StopChecker(request.stop, self.tokenizer, prompt, self.scheduler.config.eos_token_ids, matcher)
