@@ -29,7 +29,9 @@ class Ngram:
 
     def _index(self, sequence: Sequence) -> NgramIndex:
         """Of all that the sequence holds by now."""
-        index = self._indexes.setdefault(sequence.request_id, NgramIndex())
+        index = self._indexes.get(sequence.request_id)
+        if index is None:
+            index = self._indexes[sequence.request_id] = NgramIndex()
         index.read(sequence.token_ids)
         return index
 
