@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 
 import torch
 from torch import Tensor
 
 from paceline_kernels.cpu.build import BuildError, load
 
+logger = logging.getLogger(__name__)
+
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
+    """None, which is said once, where there is none."""
     try:
         return load("sampling")
-    except BuildError:
+    except BuildError as error:
+        logger.warning("no native sampling, torch samples, which is slower: %s", error)
         return None
 
 
