@@ -21,8 +21,8 @@ from paceline import compiled
 from paceline.core.cost_model import CostModel, Error, StepShape
 from paceline.core.params import SamplingParams, StopParams
 from paceline.engine import Engine, GenerationRequest
-from paceline.wiring import CGROUP, EngineSettings, build_engine
-from paceline_kernels.cpu import build, ceilings, decoder
+from paceline.wiring import EngineSettings, build_engine
+from paceline_kernels.cpu import build, ceilings, decoder, memory
 from paceline_kernels.cpu.ceilings import ReadCeiling, median_seconds
 from paceline_kernels.cpu.decoder import Kind, Matrix
 
@@ -154,7 +154,7 @@ def _cores() -> Fact:
 def _quota() -> float | None:
     """Cores' worth of time that the control group of a container allows; None if it does not say."""
     try:
-        limit, period = (CGROUP / "cpu.max").read_text().split()
+        limit, period = (memory.CGROUP / "cpu.max").read_text().split()
     except (OSError, ValueError):
         return None
     return None if limit == "max" else int(limit) / int(period)
