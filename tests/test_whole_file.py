@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from paceline.whole_file import whole_file, write_json
+from paceline.errors import InvalidArgument
+from paceline.whole_file import check_file, whole_file, write_json
 
 
 def test_a_file_appears_as_the_block_ends(tmp_path: Path) -> None:
@@ -58,3 +60,34 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     write_json(tmp_path / "link", 5)
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "one").read_text() == "5\n"
+
+
+def test_where_a_file_can_be_written_nothing_is_left_by_looking(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("before")
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    os.mkfifo(tmp_path / "pipe")
+    there = sorted(tmp_path.iterdir())
+    for name in ("old", "new", "link", "pipe"):
+        check_file("json", tmp_path / name)
+    assert sorted(tmp_path.iterdir()) == there
+    assert (tmp_path / "old").read_text() == "before"
+
+
+def test_where_none_can_be_written_is_told_by_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for path, why in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "nowhere" / "out", "No such file"),
+        (tmp_path / "file" / "out", "Not a directory"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            check_file("json", path)
+        assert str(caught.value).startswith(f"json = '{path}': must be a file in a folder")
+        assert why in str(caught.value)
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # permissions do not stop root
+    with pytest.raises(InvalidArgument, match="Permission denied"):
+        check_file("json", tmp_path / "out")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paceline.errors import InvalidArgument
 from paceline_loadtest.clients import Client, open_client
 from paceline_loadtest.metrics import Report, RequestRecord
+from paceline_loadtest.output_file import check_file, write_json
 from paceline_loadtest.prompts import load_prompts
 from paceline_loadtest.report import render, to_json
 from paceline_loadtest.runner import run_load
@@ -25,7 +25,11 @@ from paceline_loadtest.workload import LoadConfig, RequestOptions, Speculation, 
 
 _T = TypeVar("_T")
 
-app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,  # which show the values of variables, keys among them
+)
 
 
 def main() -> None:
@@ -66,6 +70,17 @@ def load(
     timeout: Annotated[float | None, typer.Option(help="Deadline of each request in seconds.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the report here, as JSON.")] = None,
     metadata: Annotated[list[str] | None, typer.Option(help="KEY=VALUE to put into the JSON; repeatable.")] = None,
+    # As `paceline generate --server` has them.
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PACELINE_API_KEY", metavar="KEY", help="For a server that asks for one.")
+    ] = None,
+    tls: Annotated[bool, typer.Option("--tls", help="Encrypt; trust the usual authorities.")] = False,
+    tls_ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Encrypt; trust these authorities.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="Who the client is (mTLS).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
+    allow_plaintext_key: Annotated[
+        bool, typer.Option("--allow-plaintext-key", help="Send the key to another machine without TLS.")
+    ] = False,
 ) -> None:
     """Load a streaming LLM server and report latency, throughput and speculation.
 
@@ -86,12 +101,21 @@ def load(
             seed=seed,
             options=RequestOptions(temperature, ignore_eos, speculation, timeout),
         )
-        client = open_client(target)
+        if json_out is not None:
+            check_file(json_out)
+        client = open_client(
+            target,
+            api_key=api_key,
+            tls=tls_ca or tls,
+            client_certificate=tls_cert,
+            client_key=tls_key,
+            allow_plaintext_key=allow_plaintext_key,
+        )
         workload = plan(config, load_prompts(prompts))
         report = _event_loop()(_run(client, workload))
         console.print(render(report))
         if json_out is not None:
-            json_out.write_text(json.dumps(to_json(report, date=date, metadata=labels)) + "\n", encoding="utf-8")
+            write_json(json_out, to_json(report, date=date, metadata=labels))
     except (InvalidArgument, OSError) as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error

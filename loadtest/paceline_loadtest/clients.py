@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, Unpack
 from urllib.parse import urlsplit
 
-from paceline.client import AsyncClient, Finished, RpcError
+from paceline.client import AsyncClient, ClientOptions, Finished, RpcError
 from paceline.errors import InvalidArgument, PacelineError
 from paceline_loadtest.workload import PlannedRequest
 
@@ -113,17 +113,23 @@ def _outcome(finished: Finished) -> Outcome:
     )
 
 
-_SCHEMES: Final[dict[str, Callable[[str], Client]]] = {
-    # Without retries: what a server refuses is counted as refused.
-    "grpc": lambda address: GrpcClient(AsyncClient(address, max_retries=0)),
-}
+def _open_grpc(address: str, options: ClientOptions) -> GrpcClient:
+    """Without retries: what a server refuses is counted as refused."""
+    once: ClientOptions = {**options, "max_retries": 0}
+    return GrpcClient(AsyncClient(address, **once))
 
 
-def open_client(target: str) -> Client:
+_SCHEMES: Final[dict[str, Callable[[str, ClientOptions], Client]]] = {"grpc": _open_grpc}
+
+
+def open_client(target: str, **options: Unpack[ClientOptions]) -> Client:
     """The client for a target such as `grpc://HOST:PORT`; it connects with its first request.
 
+    Args:
+        options: keys, TLS and the like, as `paceline.client` takes them; nothing is ever tried again.
+
     Raises:
-        InvalidArgument: not a target, or a scheme that nothing here speaks.
+        InvalidArgument: not a target, a scheme that nothing here speaks, or an option that is not allowed.
     """
     supported = "one of " + ", ".join(f"{scheme}://HOST:PORT" for scheme in _SCHEMES)
     try:
@@ -133,4 +139,4 @@ def open_client(target: str) -> Client:
         raise InvalidArgument("target", target, supported) from error
     if parts.scheme not in _SCHEMES or not complete:
         raise InvalidArgument("target", target, supported)
-    return _SCHEMES[parts.scheme](parts.netloc)
+    return _SCHEMES[parts.scheme](parts.netloc, options)

@@ -20,7 +20,9 @@ import typer
 
 from paceline import __version__
 from paceline.bench import app as bench_app
+from paceline.bench.cli import check_output, check_plot
 from paceline.errors import EngineDead, InvalidArgument, PacelineError
+from paceline.whole_file import write_json
 
 if TYPE_CHECKING:
     from paceline.client import ClientOptions
@@ -429,8 +431,13 @@ def sim(
     policy: Annotated[str | None, typer.Option(metavar="ours|fcfs|edf", help="Instead of the file's.")] = None,
     requests: Annotated[int | None, typer.Option(metavar="N", help="Instead of the file's.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Instead of the file's.")] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw requests, depth and memory over time.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", callback=check_output, help="Write every figure to this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="PNG", callback=check_plot, help="Draw requests, depth and memory over time."),
+    ] = None,
 ) -> None:
     """Simulate the scheduler under load: no model, no waiting. docs/simulating.md describes the file."""
     from paceline.config_file import replaced
@@ -438,11 +445,6 @@ def sim(
     from paceline.sim.spec import SimulationFile, read_simulation
     from paceline.sim.study import run_study
 
-    for name, path in (("json", json_out), ("plot", plot)):
-        if path is not None and not path.parent.is_dir():
-            raise InvalidArgument(name, path, "in a directory that there is")
-    if plot is not None:
-        report.require_plots(plot)
     wanted = SimulationFile() if file is None else read_simulation(file)
     wanted = replaced(wanted, policy=policy, requests=requests, seed=seed)
     with _progress("simulating") as advance:
@@ -451,7 +453,7 @@ def sim(
     report.render(study, title)
     if json_out is not None:
         figures = {"settings": wanted.model_dump(mode="json"), **study.summary()}
-        json_out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_json(json_out, figures)
     if plot is not None:
         report.plot(study, title, plot)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -20,8 +21,8 @@ from paceline import compiled
 from paceline.core.cost_model import CostModel, Error, StepShape
 from paceline.core.params import SamplingParams, StopParams
 from paceline.engine import Engine, GenerationRequest
-from paceline.wiring import CGROUP, EngineSettings, build_engine
-from paceline_kernels.cpu import build, ceilings, decoder, sampling
+from paceline.wiring import EngineSettings, build_engine
+from paceline_kernels.cpu import build, ceilings, decoder, memory
 from paceline_kernels.cpu.ceilings import ReadCeiling, median_seconds
 from paceline_kernels.cpu.decoder import Kind, Matrix
 
@@ -105,8 +106,8 @@ def examine(quick: bool = False, model: str | None = None, draft: str = "none") 
     Raises:
         PacelineError: whatever `build_engine` refuses.
     """
-    missing = _native_obstacle()
-    report = Report([*_machine(), *_compiler(), *_torch(), *_backend(missing), _scheduler()])
+    missing, unsampled = _native_obstacle(), build.obstacle(partial(build.load, "sampling"))
+    report = Report([*_machine(), *_compiler(), *_torch(), *_backend(missing), *_sampling(unsampled), _scheduler()])
     if missing is None and not quick:
         report.measured = _measure()
     if model is not None:
@@ -153,7 +154,7 @@ def _cores() -> Fact:
 def _quota() -> float | None:
     """Cores' worth of time that the control group of a container allows; None if it does not say."""
     try:
-        limit, period = (CGROUP / "cpu.max").read_text().split()
+        limit, period = (memory.CGROUP / "cpu.max").read_text().split()
     except (OSError, ValueError):
         return None
     return None if limit == "max" else int(limit) / int(period)
@@ -171,13 +172,13 @@ def _large_pages() -> Fact:
 
 def _compiler() -> list[Fact]:
     try:
-        path = build.find_compiler()
+        command = build.find_compiler()
     except build.BuildError as error:
         advice = f"install g++ (Debian: apt-get install g++), or name a compiler in {build.COMPILER_VARIABLE}"
         return [Fact("compiler", str(error), advice), _cache()]
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     version = (done.stdout.splitlines() or ["no version"])[0]
-    return [Fact("compiler", f"{path}: {version}, -march={build.march()}"), _cache()]
+    return [Fact("compiler", f"{shlex.join(command)}: {version}, -march={build.march()}"), _cache()]
 
 
 def _cache() -> Fact:
@@ -185,7 +186,7 @@ def _cache() -> Fact:
     advice = f"every process compiles anew; name a folder that can be written in {build.CACHE_VARIABLE}"
     if folder is None:
         return Fact("compiled code", "nowhere: this user has no home directory", advice)
-    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    nearest = next(parent for parent in (folder, *folder.parents) if build.is_there(parent))
     if nearest.is_dir() and os.access(nearest, os.W_OK):
         return Fact("compiled code", str(folder))
     return Fact("compiled code", f"{folder}, which cannot be written", advice)
@@ -213,8 +214,7 @@ def openmp_runtimes() -> list[Path]:
 
 
 def _native_obstacle() -> str | None:
-    """Why there is no native backend here, if there is none. Compiles and loads every library."""
-    sampling.available()
+    """Why there is no native backend here, if there is none. Compiles and loads what it consists of."""
     return decoder.available() or ceilings.available()
 
 
@@ -235,6 +235,14 @@ def _backend(missing: str | None) -> list[Fact]:
         Fact("backend", "torch on a GPU" if torch.cuda.is_available() else "native"),
         Fact("kernels", family, advice if unused and build.march() == "native" else None),
     ]
+
+
+def _sampling(missing: str | None) -> list[Fact]:
+    """Nothing to say where it is native."""
+    if missing is None:
+        return []
+    advice = "torch samples instead, which is slower, whatever else is native"
+    return [Fact("sampling", f"torch, because: {missing}", advice)]
 
 
 # ---- What it can do ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from paceline.errors import InvalidArgument
 
 
 @contextmanager
@@ -33,6 +36,27 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_file(option: str, path: Path) -> None:
+    """See before any work whether `whole_file` can write there when it is done.
+
+    Args:
+        option: that has the path.
+
+    Raises:
+        InvalidArgument: it is a folder, or its folder is not there or cannot be written.
+    """
+    real = path.resolve()
+    try:
+        if real.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if real.is_file() or not real.exists():
+            with tempfile.TemporaryFile(dir=real.parent):
+                pass
+    except OSError as error:
+        allowed = f"a file in a folder that is there and can be written ({error.strerror})"
+        raise InvalidArgument(option, path, allowed) from error
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -34,6 +33,7 @@ from paceline.runner import Drafter, KVCache, ModelRunner
 from paceline.speculation import DraftModel, Ngram
 from paceline.structured import LLGuidanceCompiler
 from paceline_kernels.cpu import decoder
+from paceline_kernels.cpu.memory import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ QUANTIZATIONS = ("none", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFF = "off"
 PROFILE_SECONDS = 16.0  # at most, to measure what steps cost
-CGROUP = Path("/sys/fs/cgroup")
 DEFAULT_MEMORY_SHARE = 0.25  # of the memory that is free at start, for KV
 
 
@@ -358,15 +357,8 @@ def _choose_num_blocks(
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes; on CPUs no more than a container has left."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no control groups of version 2, or no limit, which is the word "max"
-        return free
-    return min(free, max(limit - used, 0))
+    """Bytes."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
 
 
 def _default_sampling(config: ModelConfig) -> SamplingParams:

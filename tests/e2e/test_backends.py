@@ -42,10 +42,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def _nothing_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process on a new machine."""
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
-    for loaded in (build._load, decoder._library, sampling._library):
+    for loaded in (build._found, decoder._library, sampling._library):
         loaded.cache_clear()
     yield
-    for loaded in (build._load, decoder._library, sampling._library):
+    for loaded in (build._found, decoder._library, sampling._library):
         loaded.cache_clear()
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from paceline.bench import (
 from paceline.bench.limits import Figure, Memory, Passes
 from paceline.bench.setting import parse_settings
 from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
-from paceline.cli import app
+from paceline.cli import app, main
 from paceline.core.calibration import Calibration
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
@@ -41,6 +41,21 @@ from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import ceilings
 from support.native import needs_compiler
 from support.pairs import tiny_pair
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a benchmark says that is refused by its options."""
+
+    def run(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["paceline", "bench", *options])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 2
+        return capsys.readouterr().err
+
+    return run
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -79,16 +94,11 @@ def test_the_command(tmp_path: Path) -> None:
         (["--depth", "99", "--draft", "none"], "depth = '99': must be at most"),
     ],
 )
-def test_bad_options(tmp_path: Path, options: list[str], words: str) -> None:
+def test_bad_options(refused: Callable[..., str], tmp_path: Path, options: list[str], words: str) -> None:
     target, draft = tiny_pair(tmp_path)
-    command = [sys.executable, "-m", "paceline", "bench", "throughput", "--model", str(target), "--draft", str(draft)]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
-    done = subprocess.run(
-        [*command, "--prompts", str(tmp_path / "prompts.jsonl"), *options], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    command = ["throughput", "--model", str(target), "--draft", str(draft)]
+    assert words in refused(*command, "--prompts", str(tmp_path / "prompts.jsonl"), *options)
 
 
 def test_rates() -> None:
@@ -105,6 +115,7 @@ def test_rates() -> None:
 
 def test_parsing() -> None:
     assert parse_sizes("1, 16") == [1, 16]
+    assert parse_sizes("0,5", "waiting", least=0) == [0, 5]
     depths = parse_depths("off,2,auto")
     assert depths["off"].method is Method.NONE
     assert (depths["2"].min_depth, depths["2"].max_depth) == (2, 2)
@@ -150,6 +161,15 @@ def test_acceptance_tallies_every_rule(pair: tuple[Path, Path], capsys: pytest.C
             assert 0 < cell.bound().mean <= 1
     acceptance.render(cells, title="a title")
     assert "token_wise" in capsys.readouterr().out
+
+
+def test_a_recording_that_fails_leaves_the_engine_as_it_was(pair: tuple[Path, Path]) -> None:
+    engine = _engine(pair)
+    runner = engine.runner
+    with pytest.raises(ZeroDivisionError), acceptance.recording(engine) as recorder:  # noqa: PT012
+        assert engine.runner is recorder
+        raise ZeroDivisionError
+    assert engine.runner is runner
 
 
 def test_grammar_compares_equal_streams(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,17 +266,54 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["limits", "--draft", "ngram"], "draft = 'ngram': must be"),
         (["limits", "--kv-cache-memory", "much"], "is not a size"),
         (["limits", "--model", "nowhere"], "nowhere"),
+        (["acceptance", "--draft", "ngram"], "draft = 'ngram': must be a directory or demo"),
+        (["acceptance", "--draft", "none"], "draft = 'none': must be a directory or demo"),
+        (["core", "--waiting", "few"], "waiting = 'few': must be integers >= 0"),
+        (["core", "--waiting", "-1"], "waiting = '-1': must be integers >= 0"),
         (["backends", "--dtype", "auto"], "dtype = 'auto': must be float32 or bfloat16"),
         (["depth", "--model", "nowhere", "--synthetic", "2"], "synthetic = '2': must be probabilities"),
         (["swing", "--synthetic", "0.9,0.3"], "synthetic = '0.9,0.3': must be one probability here"),
     ],
 )
-def test_bad_options_are_refused(options: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "paceline", "bench", *options]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+def test_bad_options_are_refused(refused: Callable[..., str], options: list[str], words: str) -> None:
+    assert words in refused(*options)
+
+
+def test_a_refusal_is_one_line_of_a_process_too() -> None:
+    command = [sys.executable, "-m", "paceline", "bench", "swing", "--synthetic", "0.9,0.3"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("paceline: synthetic = '0.9,0.3': must be one probability here")
+    assert done.stderr.count("\n") == 1
+
+
+COMMANDS = ("throughput", "depth", "swing", "calibration", "policy", "limits", "quantization", "core")
+OUTPUTS = [(command, "--json") for command in COMMANDS] + [("calibration", "--plot"), ("policy", "--plot")]
+
+
+@pytest.mark.parametrize(("command", "option"), OUTPUTS)
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, option: str
+) -> None:
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("it was measured")
+
+    for name in ("wiring.build_engine", "bench.policy.measure", "bench.core.measure_core", "bench.limits.measure"):
+        monkeypatch.setattr(f"paceline.{name}", measured)
+    monkeypatch.setattr("paceline.bench.quantization.measure_acceptance", measured)
+    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "nowhere" / "out", "No such file or directory")):
+        said = refused(command, option, str(path))
+        assert said == (
+            f"paceline: {option[2:]} = '{path}': must be a file in a folder that is there and can be written ({why})\n"
+        )
+
+
+def test_no_queue_is_a_size_too(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = ["bench", "core", "--running", "2", "--waiting", "0,3", "--tenants", "1", "--steps", "2", "--rounds", "1"]
+    result = CliRunner().invoke(app, [*command, "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    assert [one["waiting"] for one in json.loads(out.read_text())] == [0, 3]
 
 
 def test_peak_memory_is_the_systems() -> None:

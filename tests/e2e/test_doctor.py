@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import subprocess
@@ -88,6 +89,23 @@ def test_no_compiler() -> None:
     assert said["facts"]["backend"]["value"].startswith("torch, because: no C++ compiler: no-such-compiler")
     assert "several times slower" in said["facts"]["backend"]["advice"]
     assert "install g++" in said["facts"]["compiler"]["advice"]
+
+
+@needs_compiler
+def test_sampling_that_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend may be native all the same."""
+    load = build.load
+
+    def refuse(name: str) -> ctypes.CDLL:
+        if name == "sampling":
+            raise build.BuildError("not today")
+        return load(name)
+
+    monkeypatch.setattr(build, "load", refuse)
+    facts = as_json("--quick")["facts"]
+    assert facts["backend"]["value"] == "native"
+    assert facts["sampling"]["value"] == "torch, because: not today"
+    assert "slower" in facts["sampling"]["advice"]
 
 
 def test_without_torch_nothing_can_be_served(tmp_path: Path) -> None:

@@ -223,6 +223,7 @@ def test_tokens_cut_away_have_no_probability(pair: tuple[Path, Path]) -> None:
     params = SamplingParams(temperature=0.7, top_k=3)
     request = requests(Method.DRAFT_MODEL, LogprobsParams(completion=TOP, mode=LogprobsMode.PROCESSED))[4]
     [told] = generate(build(pair), [replace(request, sampling=params)])
+    assert len(told.logprobs) == STOP.max_tokens
     for item in told.logprobs:
         assert item.rank <= 3
         assert sum(map(math.exp, item.top_logprobs[:3])) == pytest.approx(1.0, abs=1e-5)

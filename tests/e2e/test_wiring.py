@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline import wiring
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 from paceline.llm import LLM
 from paceline.runner import ModelRunner
 from paceline.wiring import EngineSettings, build_engine
+from paceline_kernels.cpu import memory
 from support.checkpoints import tiny_checkpoint
 from support.native import needs_compiler
 from support.pairs import tiny_pair
@@ -156,11 +156,11 @@ def _resident_memory() -> int:
 def test_a_container_s_limit_bounds_kv_memory(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: str, taken: int | None
 ) -> None:
-    monkeypatch.setattr(wiring, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
     (tmp_path / "memory.current").write_text(f"{32 << 20}\n")
     if most:
         (tmp_path / "memory.max").write_text(f"{most}\n")
     engine = build_engine(EngineSettings(*pair, dtype="float32", max_num_seqs=1024, max_num_batched_tokens=2048))
     assert isinstance(engine.runner, ModelRunner)
-    memory = sum(layer.nbytes for cache in engine.runner.kv_cache for layer in cache)
-    assert memory <= taken if taken is not None else memory > 64 << 20
+    held = sum(layer.nbytes for cache in engine.runner.kv_cache for layer in cache)
+    assert held <= taken if taken is not None else held > 64 << 20

@@ -15,7 +15,10 @@ from typer.testing import CliRunner
 
 from fake_server import FakeServer, fake_server
 from paceline.client import AsyncClient
+from paceline.config_file import TenantsFile
 from paceline.errors import InvalidArgument
+from paceline.server.auth import KeyGate, hash_key
+from paceline.server.tls import TlsFiles
 from paceline_loadtest import (
     Chunk,
     GrpcClient,
@@ -30,6 +33,9 @@ from paceline_loadtest import (
 )
 from paceline_loadtest.cli import app
 from paceline_loadtest.clients import Outcome
+from paceline_loadtest.output_file import write_json
+from support.certificates import Authority
+from support.serving import serving
 
 
 class ScriptedClient:
@@ -230,9 +236,70 @@ async def test_the_command_fails_when_every_request_did(server: FakeServer, tmp_
         ("--request-rate", "0", "error: request_rate = 0.0: must be above 0"),
         ("--metadata", "novalue", "error: metadata = 'novalue': must be KEY=VALUE"),
         ("--prompts", "nowhere.jsonl", "No such file"),
+        ("--api-key", "a key", "error: api_key = '(not shown)': must be printable"),
+        ("--tls-ca", "nowhere.pem", "error: tls = 'nowhere.pem': must be a PEM file"),
+        ("--tls-cert", "nowhere.pem", "error: client_certificate = 'nowhere.pem': must be given with client_key"),
     ],
 )
 def test_bad_options_are_named(option: str, value: str, message: str) -> None:
     result = CliRunner().invoke(app, ["--target", "grpc://127.0.0.1:1", option, value])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(("below", "why"), [("", "Is a directory"), ("nowhere/out", "No such file")])
+def test_where_the_report_cannot_be_written_nothing_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str, why: str
+) -> None:
+    monkeypatch.setattr("paceline_loadtest.cli.open_client", lambda *_, **__: pytest.fail("it was opened"))
+    path = str(tmp_path / below)
+    result = CliRunner().invoke(app, ["--target", "grpc://127.0.0.1:1", "--json", path])
+    assert result.exit_code == 2
+    assert f"error: json = '{path}': must be a file in a folder" in result.stderr
+    assert why in result.stderr
+
+
+def test_a_report_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.json"
+    out.write_text("before")
+    write_json(out, {"a": 1})
+    assert json.loads(out.read_text()) == {"a": 1}
+
+    def fail(path: Path, text: str, **_: str) -> None:
+        with path.open("w") as file:
+            file.write(text[:3])
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_json(out, {"b": 2})
+    assert [(path.name, json.loads(path.read_text())) for path in tmp_path.iterdir()] == [("out.json", {"a": 1})]
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path) -> TlsFiles:
+    """Of a server whose authority is in ca.pem."""
+    authority = Authority()
+    (tmp_path / "ca.pem").write_bytes(authority.certificate)
+    return TlsFiles(*authority.issue("server").write(tmp_path, "server"), None)
+
+
+async def test_a_server_with_keys_and_tls(encrypted: TlsFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, out = f"paceline_{'K' * 43}", tmp_path / "out.json"
+    named = TenantsFile.model_validate({"tenants": {"load": {"keys": [hash_key(key)]}}})
+    async with serving(gate=KeyGate(named), credentials=encrypted.credentials()) as served:
+        served.runner.open()
+        plain = ["--target", f"grpc://{served.address}", "--num-prompts", "2", "--max-tokens", "4", "--json", f"{out}"]
+        options = [*plain, "--tls-ca", str(tmp_path / "ca.pem")]
+        code, text, errors = await command(*options)
+        assert code == 1, errors
+        assert "UNAUTHENTICATED" in text
+        monkeypatch.setenv("PACELINE_API_KEY", key)
+        code, text, errors = await command(*options)
+        assert code == 0, errors
+        written = out.read_text()
+        assert json.loads(written)["completed"] == 2
+        assert key not in text + errors + written
+        code, text, _ = await command(*plain)
+        assert code == 1
+        assert "UNAVAILABLE" in text

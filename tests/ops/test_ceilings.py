@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from functools import reduce
 from operator import xor
+from pathlib import Path
 
 import pytest
 import torch
 
-from paceline_kernels.cpu import ceilings
+from paceline_kernels.cpu import ceilings, memory
 from paceline_kernels.cpu.ceilings import WALKS, ReadCeiling, Walk
 from paceline_kernels.cpu.decoder import Kind
 from support.native import needs_compiler
@@ -67,7 +68,8 @@ def test_median_seconds_leaves_out_the_first_call(monkeypatch: pytest.MonkeyPatc
     assert ceilings.median_seconds(call, least=6.0) == 2.0
 
 
-def test_a_buffer_leaves_most_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_leaves_most_of_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
     sizes = {"SC_AVPHYS_PAGES": 1 << 30, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr("os.sysconf", sizes.__getitem__)
     for cache, size in ((0, 1 << 30), (100 * MIB, 1 << 30), (1000 * MIB, 2500 * MIB)):
@@ -75,6 +77,13 @@ def test_a_buffer_leaves_most_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> 
         assert ceilings.uncached_bytes() == size
     sizes["SC_AVPHYS_PAGES"] = MIB // 4
     assert ceilings.uncached_bytes() == 256 * MIB
+
+
+def test_a_buffer_leaves_most_of_a_container_s_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(f"{96 * MIB}\n")
+    (tmp_path / "memory.current").write_text(f"{32 * MIB}\n")
+    assert ceilings.uncached_bytes() == 16 * MIB
 
 
 def test_family_is_one_that_is_known() -> None:

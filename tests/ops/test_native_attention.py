@@ -275,3 +275,23 @@ def test_a_query_that_is_nan_spoils_its_own_row_alone(shape: Shape) -> None:
     assert spoiled[[3, 20]].isnan().all()
     others = [row for row in range(50) if row not in (3, 20)]
     assert torch.equal(spoiled[others], clean[others])
+
+
+def test_what_is_read_by_address_is_looked_at() -> None:
+    """A tensor of another type or with strides would give numbers all the same."""
+    native = Native(Shape())
+    batch = native.pages.batch([("a", 20)])
+    query, key, value = native.shape.rows(native.pages, [("a", 20)])
+    native.compute(batch, query, key, value)
+    with pytest.raises(AssertionError, match="float32 into pages"):
+        native.compute(batch, query, key.bfloat16(), value)
+    with pytest.raises(AssertionError, match="bfloat16 over pages"):
+        native.compute(batch, query.bfloat16(), key, value)
+    wide = batch.block_tables.repeat_interleave(2, 1)[:, ::2]
+    for wrong, said in (
+        (replace(batch, context_lens=batch.context_lens.long()), "int64, where C\\+\\+ reads torch.int32"),
+        (replace(batch, block_tables=wide), "strides"),
+        (replace(batch, query_starts=batch.query_starts[:-1]), r"\(1,\)"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            native.compute(wrong, query, key, value)

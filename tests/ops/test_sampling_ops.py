@@ -501,6 +501,27 @@ def test_no_rows_are_fine(backend: ModuleType) -> None:
     assert backend.gumbel_argmax(logits, torch.ones(0), keys(0)).shape == (0,)
 
 
+@needs_compiler
+def test_row_numbers_of_32_bits_are_taken_as_they_are() -> None:
+    p, q = (torch.rand(4, 40, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    rows = torch.tensor([3, 1, 2], dtype=torch.int32)
+    assert torch.equal(cpu.overlap(p, q, rows, rows), cpu.overlap(p, q, rows.long(), rows.long()))
+
+
+@needs_compiler
+def test_what_is_read_by_address_is_looked_at() -> None:
+    """A tensor of another type or with strides would give numbers all the same."""
+    logits, one, rows = torch.rand(4, 40), torch.ones(4), torch.arange(4)
+    with pytest.raises(AssertionError, match="float64"):
+        cpu.argmax(logits.double())
+    with pytest.raises(AssertionError, match="strides"):
+        cpu.softmax_(logits[:, ::2], one)
+    with pytest.raises(AssertionError, match="float64"):
+        cpu.overlap(logits, logits.double(), rows, rows)
+    with pytest.raises(AssertionError, match="float64"):
+        cpu.residual(logits, logits, rows, rows, one, torch.empty(4, 40).double())
+
+
 # --- the dispatch ---
 
 

@@ -123,6 +123,7 @@ def test_processed_logprobs_of_greedy_requests_are_of_the_edited_logits() -> Non
     features = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
     for raw, positions, emitted in random_runs(3, **features):
         found = completion_logprobs(raw, with_logprobs(positions, PROCESSED), emitted)
+        assert len(found) == len(emitted)
         for token, row, result in zip(emitted, edited(raw, positions), found, strict=False):
             assert_close(result, expected(row, token, 4))
 
@@ -144,6 +145,7 @@ def test_raw_logprobs_are_of_the_model_and_no_processor_runs(monkeypatch: pytest
     monkeypatch.setattr(module, "truncate_", refuse)
     for raw, positions, emitted in random_runs(4):
         found = completion_logprobs(raw, with_logprobs(positions, LogprobsParams(completion=2)), emitted)
+        assert len(found) == len(emitted)
         for token, row, result in zip(emitted, raw.double().numpy(), found, strict=False):
             assert_close(result, expected(row, token, 2))
 

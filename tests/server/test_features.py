@@ -154,6 +154,7 @@ async def test_logprobs_without_ids_and_with_text_held_back(served: ModelServing
 async def test_processed_logprobs_are_of_what_was_sampled(served: ModelServing) -> None:
     options: GenerateOptions = {"max_tokens": 6, "temperature": 0.5, "top_k": 2, "ignore_eos": True, "logprobs": 3}
     completion = await served.client.complete(PROMPT, **options, logprobs_mode="processed")
+    assert len(completion.logprobs) == 6
     for told in completion.logprobs:
         best, second, cut = told.top_logprobs
         assert math.exp(best) + math.exp(second) == pytest.approx(1, abs=1e-5)

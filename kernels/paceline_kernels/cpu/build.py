@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -57,16 +58,43 @@ def load(name: str) -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, a compiler that fails, or no place for the library.
     """
-    return _load(name, march())
+    found = _found(name, march())
+    if isinstance(found, str):
+        raise BuildError(found)
+    return found
 
 
 @functools.cache
+def _found(name: str, march: str) -> ctypes.CDLL | str:
+    """The library, or why there is none: what failed is not tried again in this process."""
+    try:
+        return _load(name, march)
+    except BuildError as error:
+        return str(error)
+
+
 def _load(name: str, march: str) -> ctypes.CDLL:
     library = build(name, march)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
+        if not _discard(library):
+            raise BuildError(f"{library} cannot be loaded: {error}") from error
+        logger.warning("paceline: %s is compiled anew, for what was kept cannot be loaded: %s", name, error)
+    library = build(name, march)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
         raise BuildError(f"{library} cannot be loaded: {error}") from error
+
+
+def _discard(library: Path) -> bool:
+    """Delete a file if it is this user's. Whether it is gone."""
+    with suppress(OSError):
+        if library.stat().st_uid == os.geteuid():
+            library.unlink()
+            return True
+    return False
 
 
 def obstacle(library: Callable[[], ctypes.CDLL]) -> str | None:
@@ -89,20 +117,28 @@ def build(name: str, march: str) -> Path:
     source = SOURCES / f"{name}.cpp"
     flags = (*FLAGS, *shlex.split(f"-march={march}"))
     texts = [path.read_bytes() for path in (source, *sorted(SOURCES.glob("*.h")))]
-    identity = "\0".join((compiler, *flags, torch.__version__, _cpu())).encode()
+    identity = "\0".join((*compiler, *flags, torch.__version__, _cpu())).encode()
     digest = hashlib.sha256(b"\0".join([identity, *texts])).hexdigest()[:16]
     file = f"{name}-{digest}.so"
     cache = cache_folder()
-    if cache is not None and (cache / file).exists():
+    if cache is not None and is_there(cache / file):
         return cache / file
     try:
         library = _writable(cache) / file
         if not library.exists():
             logger.warning("paceline: compiling %s for %s (once, up to a minute)...", name, _words(march))
-            _compile([compiler, *flags, str(source), *_openmp()], library)
+            _compile([*compiler, *flags, str(source), *_openmp()], library)
     except OSError as error:
         raise BuildError(f"{name} cannot be compiled: {error}") from error
     return library
+
+
+def is_there(path: Path) -> bool:
+    """Where this user may not look, nothing is."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _words(march: str) -> str:
@@ -110,7 +146,9 @@ def _words(march: str) -> str:
 
 
 def _compile(command: list[str], library: Path) -> None:
-    """Into a file of its own first, so that processes that compile at once do not disturb each other."""
+    """Into a file of its own first, so that processes that compile at once do not disturb each other. It is on the disk
+    before it has its name: a machine that stops at once leaves no library in part.
+    """
     handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     partial = Path(name)
@@ -121,6 +159,8 @@ def _compile(command: list[str], library: Path) -> None:
             reason = "\n".join(done.stderr.strip().splitlines()[-LAST_LINES:])
             raise BuildError(f"{shlex.join(command)} failed with exit status {done.returncode}:\n{reason}")
         partial.chmod(0o755)  # a cache may be shared with other users
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
         partial.replace(library)
     finally:
         partial.unlink(missing_ok=True)
@@ -131,13 +171,18 @@ def march() -> str:
     return os.environ.get(MARCH_VARIABLE) or "native"
 
 
-def find_compiler() -> str:
-    """Path of the C++ compiler. Raises BuildError if there is none."""
-    wanted = os.environ.get(COMPILER_VARIABLE)
-    found = shutil.which(wanted) if wanted else shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+def find_compiler() -> tuple[str, ...]:
+    """The C++ compiler's path, and what `CXX` has behind it, as in `ccache g++`. Raises BuildError if there is none."""
+    wanted = os.environ.get(COMPILER_VARIABLE, "")
+    try:
+        words = shlex.split(wanted)
+    except ValueError as error:
+        raise BuildError(f"no C++ compiler: {COMPILER_VARIABLE} = {wanted!r}: {error}") from error
+    names, options = (words[:1], words[1:]) if words else (["c++", "g++", "clang++"], [])
+    found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
-        raise BuildError(f"no C++ compiler: {wanted or 'c++, g++ or clang++'} is not on PATH")
-    return found
+        raise BuildError(f"no C++ compiler: {names[0] if words else 'c++, g++ or clang++'} is not on PATH")
+    return (found, *options)
 
 
 def _openmp() -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from paceline_kernels.cpu.build import load, obstacle
 from paceline_kernels.cpu.decoder import Kind
-from paceline_kernels.cpu.memory import largest_cache, zeros
+from paceline_kernels.cpu.memory import free_memory, largest_cache, zeros
 
 LEAST_BUFFER = 1 << 30  # bytes
 CACHE_MULTIPLE = 2.5  # of the largest cache, so that little of a buffer is found there when it is read again
@@ -117,9 +116,8 @@ def buffer(size: int) -> Tensor:
 
 def uncached_bytes() -> int:
     """Size of a buffer that is read from memory and not from caches, as far as this machine has room for it."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     wanted = max(LEAST_BUFFER, int(CACHE_MULTIPLE * largest_cache()))
-    return min(wanted, int(MEMORY_SHARE * free))
+    return min(wanted, int(MEMORY_SHARE * free_memory()))
 
 
 # ---- Multiplying ----

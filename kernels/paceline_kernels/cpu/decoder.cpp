@@ -72,8 +72,8 @@ int64_t paceline_packed_bytes(int kind, int64_t outputs, int64_t inputs) {
 // Rows [outputs, inputs] of a checkpoint, to lie from output `first` on.
 void paceline_pack(int kind, bool bf16, void* packed, float* scales, const void* rows, int64_t outputs, int64_t inputs,
                    int64_t first, int64_t apart) {
-    const Rows<float> floats = {(const float*)rows, outputs, inputs, first, apart};
-    const Rows<bfloat16> halves = {(const bfloat16*)rows, outputs, inputs, first, apart};
+    const WeightRows<float> floats = {(const float*)rows, outputs, inputs, first, apart};
+    const WeightRows<bfloat16> halves = {(const bfloat16*)rows, outputs, inputs, first, apart};
     if (kind == 0) pack((float*)packed, floats);
     if (kind == 1) pack((bfloat16*)packed, halves);
     if (kind == 2 && bf16) pack8((uint8_t*)packed, scales, halves);

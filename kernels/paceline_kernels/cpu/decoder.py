@@ -71,22 +71,22 @@ class _Batch(ctypes.Structure):
     ]
 
 
+_CHOICES = {
+    "kinds": torch.int32,
+    "temperatures": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "typical_p": torch.float32,
+    "keys": torch.int64,
+    "uniforms": torch.float64,
+    "first_rows": torch.int64,
+    "probs": torch.float32,
+}
+
+
 class _Choices(ctypes.Structure):
-    _fields_ = [
-        (name, _POINTER)
-        for name in (
-            "kinds",
-            "temperatures",
-            "top_k",
-            "top_p",
-            "min_p",
-            "typical_p",
-            "keys",
-            "uniforms",
-            "first_rows",
-            "probs",
-        )
-    ]
+    _fields_ = [(name, _POINTER) for name in _CHOICES]
 
 
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
@@ -194,8 +194,8 @@ class Matrix:
         """Valid while this object lives."""
         return _Matrix(
             self._data.data_ptr(),
-            _pointer(self._scales),
-            _pointer(self._bias),
+            _pointer(self._scales, torch.float32),
+            _pointer(self._bias, torch.float32),
             self.outputs,
             self.inputs,
             self.streamed,
@@ -264,7 +264,7 @@ class Choices:
     @property
     def struct(self) -> _Choices:
         """Valid while this object lives."""
-        return _Choices(*(getattr(self, field[0]).data_ptr() for field in _Choices._fields_))
+        return _Choices(*(_pointer(getattr(self, name), dtype) for name, dtype in _CHOICES.items()))
 
 
 class Decoder:
@@ -293,7 +293,7 @@ class Decoder:
         layers = (_Layer * len(weights.layers))()
         for struct, layer in zip(layers, weights.layers, strict=True):
             for name in ("input_norm", "post_norm", "q_norm", "k_norm"):
-                setattr(struct, name, _pointer(getattr(layer, name)))
+                setattr(struct, name, _pointer(getattr(layer, name), torch.float32))
             for name in _LAYER_MATRICES:
                 setattr(struct, name, getattr(layer, name).struct)
         self.hidden, self.vocab = len(weights.norm), weights.head.outputs
@@ -309,7 +309,8 @@ class Decoder:
             self.vocab,
             eps,
             layers,
-            *(_pointer(tensor) for tensor in (weights.norm, weights.cos, weights.sin, weights.embedding)),
+            *(_pointer(tensor, torch.float32) for tensor in (weights.norm, weights.cos, weights.sin)),
+            _pointer(weights.embedding, dtype),
             weights.head.struct,
         )
         self._library = _library()
@@ -336,6 +337,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] float32."""
+        assert hidden.dtype == self.dtype, f"{hidden.dtype} for a decoder of {self.dtype}"
         hidden = hidden.contiguous()
         out = torch.empty(len(hidden), self.vocab)
         self._library.paceline_logits(
@@ -367,7 +369,7 @@ class Decoder:
             self._bf16,
             self._handle,
             self._batch(token_ids, batch, kv_cache),
-            depths.data_ptr(),
+            _pointer(depths, torch.int32),
             largest,
             choices.struct,
             out.data_ptr(),
@@ -397,6 +399,7 @@ def linear(x: Tensor, matrix: Matrix) -> Tensor:
 
 def store_kv(key: Tensor, value: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch) -> None:
     """Write key and value [num_tokens, num_kv_heads, head_dim] of a batch's rows to the pages of a layer."""
+    assert key.dtype == value.dtype == kv[0].dtype, f"{key.dtype} and {value.dtype} into pages of {kv[0].dtype}"
     key, value = key.contiguous(), value.contiguous()
     struct = _batch_struct(None, batch, [kv])
     _library().paceline_store_kv(key.dtype == torch.bfloat16, key.data_ptr(), value.data_ptr(), struct, *key.shape[1:])
@@ -404,6 +407,7 @@ def store_kv(key: Tensor, value: Tensor, kv: tuple[Tensor, Tensor], batch: Paged
 
 def paged_attention(query: Tensor, kv: tuple[Tensor, Tensor], batch: PagedBatch, scale: float) -> Tensor:
     """query [num_tokens, num_heads, head_dim] over the pages of a layer, causal -> a new tensor of that shape."""
+    assert query.dtype == kv[0].dtype, f"{query.dtype} over pages of {kv[0].dtype}"
     query = query.contiguous()
     out = torch.empty_like(query)
     _library().paceline_paged_attention(
@@ -423,20 +427,31 @@ def _batch_struct(token_ids: Tensor | None, batch: PagedBatch, kv_cache: Sequenc
     """Its tensors must live as long as it is used."""
     keys, values = kv_cache[0]
     elements = keys.numel()  # of a layer's keys
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
     assert values.data_ptr() - keys.data_ptr() == elements * keys.itemsize
     assert kv_cache[-1][0].data_ptr() - keys.data_ptr() == 2 * (len(kv_cache) - 1) * elements * keys.itemsize
+    num_seqs, max_blocks = batch.block_tables.shape
+    assert batch.query_starts.shape == (num_seqs + 1,), tuple(batch.query_starts.shape)
+    assert batch.context_lens.shape == (num_seqs,), tuple(batch.context_lens.shape)
     return _Batch(
-        *batch.block_tables.shape,
+        num_seqs,
+        max_blocks,
         batch.block_size,
-        _pointer(token_ids),
-        batch.query_starts.data_ptr(),
-        batch.context_lens.data_ptr(),
-        batch.block_tables.data_ptr(),
+        _pointer(token_ids, torch.int64),
+        _pointer(batch.query_starts, torch.int32),
+        _pointer(batch.context_lens, torch.int32),
+        _pointer(batch.block_tables, torch.int32),
         keys.data_ptr(),
         elements,
         torch.get_num_threads(),
     )
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _pointer(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
+    """Of elements that C++ takes for this type, one behind the other; None of nothing."""
+    if tensor is None:
+        return None
+    assert tensor.dtype == dtype, f"{tensor.dtype}, where C++ reads {dtype}"
+    assert tensor.is_contiguous(), "C++ sees no strides"
+    return tensor.data_ptr()

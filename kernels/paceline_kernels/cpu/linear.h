@@ -496,6 +496,8 @@ void linear(Team& team, const typename Weights::Input& x, const Weights& weights
     const int64_t most = std::min<int64_t>(cached / tile_bytes, MOST_TILES) / MATRICES;
     const int64_t per_turn = many ? std::max<int64_t>(1, most) : 1;  // bundles
     const int64_t at_once = inputs_at_once<Element>(rows, inputs, many);
+    // Each thread's own from call to call, and never cleared: the first inputs of a turn overwrite what is there, and `use`
+    // must not multiply itself, for it reads them.
     thread_local Scratch scratch;
     Sums(*const sums)[MATRICES] = (Sums(*)[MATRICES])scratch.get<Sums>(per_turn * MATRICES);
     const Tiles tiles;

@@ -1,4 +1,4 @@
-"""Large memory in large pages, and what of it a cache holds.
+"""Large memory in large pages, how much is free, and what of it a cache holds.
 
 Walking through gigabytes page by 4 KiB page costs more than reading them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+CGROUP = Path("/sys/fs/cgroup")  # of a container, its own
 LARGE = 2 << 20  # bytes of a large page, and the least that is worth one
 
 
@@ -29,6 +31,35 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     skipped = -whole.data_ptr() % LARGE
     return whole[skipped : skipped + size].view(dtype).view(shape)
+
+
+def free_memory() -> int:
+    """Bytes that nothing holds on this machine, and no more than a container has left."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    left = _left_of_container()
+    return free if left is None else min(free, left)
+
+
+def _left_of_container() -> int | None:
+    """None without a limit, or without control groups of version 2.
+
+    Files that were read or written count as used there, and loading a model reads many. The kernel gives these pages
+    back before it refuses memory, the active ones too, as it reckons in MemAvailable; so they are free here.
+    """
+    try:
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no limit is the word "max"
+        return None
+    return max(0, limit - max(0, used - _file_pages()))
+
+
+def _file_pages() -> int:
+    """Bytes of them in the control group; those of shared memory, which cannot be given back, are none of them."""
+    try:
+        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return int(counts["inactive_file"]) + int(counts["active_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def largest_cache() -> int:

@@ -8,16 +8,14 @@ namespace {
 // Rows [outputs, inputs] of a checkpoint into packed weights: row i becomes output `first + i`, or with `apart` = 2 every
 // other tile is left to another matrix, which lies between.
 template <class T>
-struct Rows {
+struct WeightRows {
     const T* data;
     int64_t outputs, inputs, first, apart;
-
-    int64_t tile(int64_t output) const { return output / TILE * apart; }
 };
 
-// Calls put(i, tile, lane) for every row, those of a tile side by side in one thread.
+// Calls put(i, count, tile, lane) for `count` rows from the i-th, those of a tile, in one thread.
 template <class T, class Put>
-void for_each_row(const Rows<T>& rows, const Put& put) {
+void for_each_row(const WeightRows<T>& rows, const Put& put) {
     const int64_t first_tile = rows.first / TILE, last_tile = (rows.first + rows.outputs - 1) / TILE;
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t tile = first_tile; tile <= last_tile; ++tile) {
@@ -29,7 +27,7 @@ void for_each_row(const Rows<T>& rows, const Put& put) {
 
 // `count` rows from the i-th into lanes of a tile.
 template <class T>
-void pack(T* packed, const Rows<T>& rows) {
+void pack(T* packed, const WeightRows<T>& rows) {
     const int64_t padded = Packed<T>::padded(rows.inputs);
     for_each_row(rows, [&](int64_t i, int64_t count, int64_t tile, int64_t lane) {
         T* const to = packed + tile * Packed<T>::tile_elements(rows.inputs);
@@ -44,7 +42,7 @@ void pack(T* packed, const Rows<T>& rows) {
 
 // Each row rounded to 255 levels about zero, of which the largest is its own largest magnitude.
 template <class T>
-void pack8(uint8_t* packed, float* scales, const Rows<T>& rows) {
+void pack8(uint8_t* packed, float* scales, const WeightRows<T>& rows) {
     const int64_t padded = Packed8::padded(rows.inputs);
     for_each_row(rows, [&](int64_t i, int64_t count, int64_t tile, int64_t lane) {
         uint8_t* const to = packed + tile * Packed8::tile_elements(rows.inputs);

@@ -16,7 +16,7 @@
 namespace {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
-constexpr int64_t CHUNK = 4096;
+constexpr int64_t ROW_CHUNK = 4096;  // values of a row that are looked at, or added up, together
 
 float highest_of(const float* x, int64_t n) {
     Floats best[4] = {all(-INF), all(-INF), all(-INF), all(-INF)};
@@ -34,11 +34,11 @@ float highest_of(const float* x, int64_t n) {
 int64_t argmax_of(const float* x, int64_t n) {
     float best = -INF;
     int64_t chunk = 0;
-    for (int64_t start = 0; start < n; start += CHUNK) {
-        const float here = highest_of(x + start, std::min(CHUNK, n - start));
+    for (int64_t start = 0; start < n; start += ROW_CHUNK) {
+        const float here = highest_of(x + start, std::min(ROW_CHUNK, n - start));
         if (here > best) best = here, chunk = start;
     }
-    for (int64_t v = chunk; v < std::min(chunk + CHUNK, n); v++)
+    for (int64_t v = chunk; v < std::min(chunk + ROW_CHUNK, n); v++)
         if (x[v] == best) return v;
     return 0;  // nothing but NaN
 }
@@ -542,17 +542,17 @@ int64_t last_positive(const float* weights, int64_t end) {
 int64_t draw_row(const float* weights, int64_t vocab, double u, std::vector<double>& sums) {
     sums.clear();
     double total = 0;
-    for (int64_t start = 0; start < vocab; start += CHUNK) {
-        sums.push_back(sum_of(weights + start, std::min(CHUNK, vocab - start)));
+    for (int64_t start = 0; start < vocab; start += ROW_CHUNK) {
+        sums.push_back(sum_of(weights + start, std::min(ROW_CHUNK, vocab - start)));
         total += sums.back();
     }
     const double target = u * total;
     double mass = 0;
-    for (int64_t start = 0; start < vocab; start += CHUNK) {
+    for (int64_t start = 0; start < vocab; start += ROW_CHUNK) {
         const double before = mass;
-        mass += sums[start / CHUNK];
+        mass += sums[start / ROW_CHUNK];
         if (!(mass > target)) continue;
-        const int64_t end = std::min(start + CHUNK, vocab);
+        const int64_t end = std::min(start + ROW_CHUNK, vocab);
         double running = before;
         for (int64_t v = start; v < end; v++)
             if ((running += weights[v]) > target) return v;

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 
 import torch
 from torch import Tensor
 
 from paceline_kernels.cpu.build import BuildError, load
 
+logger = logging.getLogger(__name__)
+
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
+    """None, which is said once, where there is none."""
     try:
         return load("sampling")
-    except BuildError:
+    except BuildError as error:
+        logger.warning("no native sampling, torch samples, which is slower: %s", error)
         return None
 
 
@@ -24,13 +29,16 @@ def available() -> bool:
     return _library() is not None
 
 
-def _call(name: str, rows: int, vocab: int, *arguments: Tensor | int) -> None:
-    """Call a function of (rows, vocab, ...); the caller keeps the tensors alive meanwhile."""
+def _call(name: str, rows: int, vocab: int, logits: Tensor, *arguments: Tensor | int) -> None:
+    """Call a function of (rows, vocab, logits, ...); the caller keeps the tensors alive meanwhile."""
     library = _library()
     assert library is not None, "ask available() first"
     assert vocab > 0, "a distribution over nothing"
+    assert logits.dtype == torch.float32, f"{logits.dtype}, where C++ reads float32"
+    assert all(x.is_contiguous() for x in (logits, *arguments) if isinstance(x, Tensor)), "C++ sees no strides"
     values = [
-        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) for x in (rows, vocab, *arguments)
+        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x)
+        for x in (rows, vocab, logits, *arguments)
     ]
     getattr(library, f"paceline_{name}")(*values)
 
@@ -116,6 +124,7 @@ def overlap(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor) -> Tensor:
 def residual(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """p, q [.., vocab]; p_rows, q_rows [n] int64, scale [n] -> out [n, vocab]."""
     assert out.shape == (len(p_rows), p.shape[1]), tuple(out.shape)
+    assert out.dtype == torch.float32, out.dtype
     _call_pairs("residual", p, q, p_rows, q_rows, scale.to(torch.float64).contiguous(), out)
     return out
 
@@ -123,11 +132,13 @@ def residual(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor
 def _call_pairs(name: str, p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, *arguments: Tensor) -> None:
     """Call a function of (count, vocab, p, q, p_rows, q_rows, ...)."""
     assert p.shape[1] == q.shape[1], f"{p.shape[1]} and {q.shape[1]} tokens"
+    assert p.dtype == q.dtype, f"{p.dtype} and {q.dtype}"
     assert all(len(x) == len(p_rows) for x in (q_rows, *arguments)), "one of each for each pair"
     least = -1 if name == "residual" else 0  # which means no q
     for rows, tensor, first in ((p_rows, p, 0), (q_rows, q, least)):
         assert len(rows) == 0 or (int(rows.min()) >= first and int(rows.max()) < len(tensor)), "rows out of range"
-    _call(name, len(p_rows), p.shape[1], p, q, p_rows.contiguous(), q_rows.contiguous(), *arguments)
+    p_rows, q_rows = p_rows.to(torch.int64).contiguous(), q_rows.to(torch.int64).contiguous()
+    _call(name, len(p_rows), p.shape[1], p, q, p_rows, q_rows, *arguments)
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:

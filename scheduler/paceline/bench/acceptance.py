@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from paceline.bench.console import console
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import StepPlan, StepResult, StepRunner
@@ -97,6 +98,18 @@ class Recorder:
         return result
 
 
+@contextmanager
+def recording(engine: Engine) -> Iterator[Recorder]:
+    """Meanwhile the engine's verify steps are tallied."""
+    own = engine.runner
+    recorder = Recorder(own)
+    engine.runner = recorder
+    try:
+        yield recorder
+    finally:
+        engine.runner = own
+
+
 def measure(
     engine: Engine,
     prompts: Sequence[str | tuple[int, ...]],
@@ -108,14 +121,12 @@ def measure(
     """Complete every prompt `samples` times under each rule; seeds, where the rule has them, differ."""
     cells = [Cell(rule, temperature) for temperature in temperatures for rule in RULES]
     for cell in track(cells, description="measuring"):
-        recorder = Recorder(engine.runner)
-        engine.runner, runner = recorder, engine.runner
-        for sample in range(samples):
-            for index, prompt in enumerate(prompts):
-                engine.add(_request(prompt, cell, depth, max_tokens, seed=sample * len(prompts) + index))
-            while engine.has_work:
-                engine.step()
-        engine.runner = runner
+        with recording(engine) as recorder:
+            for sample in range(samples):
+                for index, prompt in enumerate(prompts):
+                    engine.add(_request(prompt, cell, depth, max_tokens, seed=sample * len(prompts) + index))
+                while engine.has_work:
+                    engine.step()
         cell.tallies = list(recorder.tallies.values())
     return cells
 
@@ -137,7 +148,4 @@ def render(cells: list[Cell], title: str) -> None:
     for cell in cells:
         bound = str(cell.bound()) if cell.rule is Verification.TOKEN_WISE else ""
         table.add_row(str(cell.temperature), cell.rule, str(cell.per_step()), str(cell.per_draft()), bound)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    console.print(table)
+    console().print(table)

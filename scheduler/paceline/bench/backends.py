@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from paceline.bench.console import console
+from paceline.bench.prompts import encode
 from paceline.bench.throughput import run
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.engine import Engine, GenerationRequest
+from paceline.engine import Engine
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -42,7 +43,7 @@ def measure(
     rounds: int,
 ) -> list[Cell]:
     """The same greedy streams on both engines, one after the other."""
-    encoded = [torch.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
+    encoded = encode(torch, prompts)
     cells = [Cell(size, name) for size in sizes for name in depths]
     for number in track(range(-1, rounds), description="measuring"):
         for cell in cells:
@@ -63,4 +64,4 @@ def render(cells: list[Cell], title: str) -> None:
         table.add_column(name, justify="right")
     for cell in cells:
         table.add_row(str(cell.streams), cell.depth, f"{cell.speedup(0):.2f}", f"{cell.speedup(1):.2f}")
-    Console().print(table)
+    console().print(table)

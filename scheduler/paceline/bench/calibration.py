@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.report import FILE_WIDTH
+from paceline.bench.console import console, verdict
+from paceline.bench.prompts import encode
 from paceline.bench.throughput import run
 from paceline.core.calibration import Calibration
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, Verification
-from paceline.engine import Engine, GenerationRequest
+from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 
 LARGEST_GAP = 0.03
@@ -30,7 +30,7 @@ def measure(
     """Serve every prompt, as many at once as the engine takes; what was predicted and observed by each drafter that
     drafted.
     """
-    encoded = [engine.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
+    encoded = encode(engine, prompts)
     run(engine, encoded, max_tokens, SpeculationParams(), sampling)
     control = engine.scheduler.speculation
     every = {key: control.calibration(*key) for key in itertools.product(Method, Verification)}
@@ -52,9 +52,7 @@ def _name(method: Method, rule: Verification) -> str:
 
 
 def render(calibrations: Calibrations, title: str) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
+    out = console()
     table = Table(title=title)
     for column in ("drafter", "position", "drafts", "predicted", "observed", "gap", ""):
         table.add_column(column, justify="right")
@@ -64,9 +62,9 @@ def render(calibrations: Calibrations, title: str) -> None:
             wrong = reached.drafts >= MIN_COUNT and abs(reached.gap) > LARGEST_GAP
             table.add_row(_name(*key), str(position), str(reached.drafts), *rates, "!" if wrong else "")
         table.add_section()
-    console.print(table)
-    for line in [f"MISSED: {line}" for line in missed(calibrations)] or ["every bound is kept"]:
-        console.print(line, highlight=False)
+    out.print(table)
+    for line in verdict(missed(calibrations)):
+        out.print(line, highlight=False)
 
 
 def to_json(calibrations: Calibrations, settings: dict[str, Any]) -> dict[str, Any]:
@@ -110,4 +108,4 @@ def plot(calibrations: Calibrations, title: str, path: Path) -> None:
     for panel in (by_bin, by_position):
         panel.legend(fontsize=8)
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")

@@ -7,7 +7,25 @@ from typing import Annotated
 
 import typer
 
-from paceline.whole_file import write_json
+from paceline.whole_file import check_file, write_json
+
+
+def check_output(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Of an option that names a file to write. Raises InvalidArgument, before anything is measured for it."""
+    if path is not None:
+        check_file(option.opts[0].removeprefix("--"), path)
+    return path
+
+
+def check_plot(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The same, of a PNG file. Raises InvalidArgument without what draws it, too."""
+    check_output(option, path)
+    if path is not None:
+        from paceline.sim.report import require_plots
+
+        require_plots(path)
+    return path
+
 
 Model = Annotated[str, typer.Option(help="Model directory, or demo.")]
 Draft = Annotated[str, typer.Option(help="Draft directory, demo, ngram or none.")]
@@ -27,7 +45,10 @@ Synthetic = Annotated[
     str | None,
     typer.Option(help="Keep drafts with this probability instead of the models'; several: requests in turn."),
 ]
-JsonOut = Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")]
+JsonOut = Annotated[
+    Path | None,
+    typer.Option("--json", callback=check_output, help="Write everything measured to this file."),
+]
 
 app = typer.Typer(help="Measure the engine against itself, in one run.", no_args_is_help=True)
 
@@ -45,7 +66,7 @@ def throughput(
     ] = 5,
     dtype: Dtype = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """Throughput of the offline engine by concurrency and depth, decode alone and whole run, as ratios to depth off."""
     from paceline.bench.report import render, to_json
@@ -98,8 +119,8 @@ def acceptance(
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
-    if draft == "none":
-        raise InvalidArgument("draft", draft, "a directory, demo or ngram: without drafts none is accepted")
+    if draft in ("none", "ngram"):
+        raise InvalidArgument("draft", draft, "a directory or demo: rules are compared by what a model drafts")
     try:
         values = [float(part) for part in temperatures.split(",")]
     except ValueError as error:
@@ -275,7 +296,8 @@ def calibration(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     json_out: JsonOut = None,
     plot_out: Annotated[
-        Path | None, typer.Option("--plot", help="Write both curves to this PNG file; needs paceline[plots].")
+        Path | None,
+        typer.Option("--plot", callback=check_plot, help="Write both curves to this PNG file; needs paceline[plots]."),
     ] = None,
 ) -> None:
     """The acceptance that was predicted before each step, against what was observed after it."""
@@ -316,9 +338,10 @@ def policy(
         int | None, typer.Option(min=1, help="After which a request ends and a new one comes; without it, nobody ends.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the draws; all policies meet the same.")] = 0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    json_out: JsonOut = None,
     plot_out: Annotated[
-        Path | None, typer.Option("--plot", help="Write heat maps to this PNG file; needs paceline[plots].")
+        Path | None,
+        typer.Option("--plot", callback=check_plot, help="Write heat maps to this PNG file; needs paceline[plots]."),
     ] = None,
 ) -> None:
     """Each rule for the depth against the best stationary depths, in simulation: true chances and prices, no model."""
@@ -393,7 +416,7 @@ def limits(
     rounds: Rounds = 5,
     dtype: Dtype = "auto",
     kv_cache_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for KV of each engine.")] = "256MiB",
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """How near the native backend comes to this machine's bandwidth, arithmetic and memory."""
     from paceline.bench.limits import measure, render, to_json
@@ -417,7 +440,7 @@ def quantization(
     depth: Annotated[int, typer.Option(min=1, help="Drafts of every step.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")] = 96,
     samples: Annotated[int, typer.Option(min=1, help="Completions of every prompt at temperature 1.")] = 8,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """What int8 weights cost: perplexity of held-out text, and drafts kept."""
     from paceline import demo
@@ -458,7 +481,7 @@ def core(
     from paceline.bench.throughput import parse_sizes
     from paceline.compiled import is_compiled
 
-    sizes = parse_sizes(waiting)
+    sizes = parse_sizes(waiting, "waiting", least=0)
     # Sizes in turn: a machine that slows down slows all of them.
     measured = [[measure_core(running, size, tenants, steps) for size in sizes] for _ in range(rounds)]
     times = [merge(of_size) for of_size in zip(*measured, strict=True)]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table
 
+from paceline.bench.console import console
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import SchedulerConfig
 from paceline.core.method import Method
@@ -111,7 +111,7 @@ def render_core(times: Sequence[CoreTimes], title: str) -> None:
         ratio = f"{one.step / times[0].step:.2f}"
         loop, scaled = f"{1000 * one.calibration:.0f}", f"{1000 * one.scaled:.2f}"
         table.add_row(str(one.waiting), *milliseconds, ratio, loop, scaled, f"{one.drafts:.2f}")
-    Console().print(table)
+    console().print(table)
 
 
 def _loaded(running: int, waiting: int, tenants: int, clock: VirtualClock) -> tuple[Scheduler, CountingRunner]:

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import geometric_mean, mean, median, stdev
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.bench.report import FILE_WIDTH
+from paceline.bench.console import console, num_streams, verdict
+from paceline.bench.prompts import encode
 from paceline.bench.setting import Setting
 from paceline.bench.throughput import AUTO, OFF
 from paceline.bench.turns import Served, Stream, serve_batch
@@ -28,7 +28,7 @@ from paceline.core.baselines import BASELINES
 from paceline.core.params import SamplingParams
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_counts import SpeculationCounts
-from paceline.engine import Engine, GenerationRequest
+from paceline.engine import Engine
 
 LEAST_OF_BEST = 0.97  # of the rate of a cell's best fixed depth
 LEAST_OF_OFF = 0.98
@@ -137,7 +137,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.streams} stream{'s' if self.streams > 1 else ''}"
+        return num_streams(self.streams)
 
     @property
     def best(self) -> str:
@@ -189,7 +189,7 @@ def measure(
     Raises:
         InvalidArgument, FailedPrecondition: a setting that the engine refuses.
     """
-    encoded = [engine.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
+    encoded = encode(engine, prompts)
     for size in sizes:
         cell = Cell(size, {setting.name: Run.start(setting, engine) for setting in settings})
         measure_cell(engine, cell, workload(encoded, size, prompts_per_cell, sampling), max_tokens, explore, rounds)
@@ -273,9 +273,7 @@ def missed(cells: Sequence[Cell]) -> list[str]:
 
 
 def render(cells: Sequence[Cell], title: str) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
+    out = console()
     table = Table(title=title)
     for column in ("streams", "depth", "decode tok/s", "mean depth", "auto / it"):
         table.add_column(column, justify="right")
@@ -284,9 +282,9 @@ def render(cells: Sequence[Cell], title: str) -> None:
             row = f"{run.rate:.1f}", f"{run.depth:.2f}", _over(cell, name)
             table.add_row(str(cell.streams), name, *row, style="bold" if name == AUTO else None)
         table.add_section()
-    console.print(table)
+    out.print(table)
     for line in summary(cells):
-        console.print(line, highlight=False)
+        out.print(line, highlight=False)
 
 
 def _over(cell: Cell, name: str) -> str:
@@ -312,7 +310,7 @@ def summary(cells: Sequence[Cell]) -> list[str]:
     for name in cells[0].runs:
         if name in BASELINES and name != OFF:
             lines.append(f"sweep, geometric mean: auto / {name} = {over_sweep(cells, name):.3f}")
-    return lines + ([f"MISSED: {line}" for line in missed(cells)] or ["every bound is kept"])
+    return lines + verdict(missed(cells))
 
 
 def to_json(cells: Sequence[Cell], settings: dict[str, Any]) -> dict[str, Any]:

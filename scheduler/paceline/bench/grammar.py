@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from paceline.bench.console import console
 from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.engine import Engine, GenerationRequest
@@ -97,4 +97,4 @@ def render(cells: list[Cell], title: str) -> None:
     for cell in cells:
         row = f"{median(cell.plain):.2f}", f"{median(cell.constrained):.2f}", f"{100 * cell.overhead:.1f}"
         table.add_row(cell.depth, *row)
-    Console().print(table)
+    console().print(table)

@@ -17,13 +17,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 from paceline import demo
-from paceline.bench.report import FILE_WIDTH
+from paceline.bench.console import console
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.engine import Engine, GenerationRequest
@@ -438,18 +437,14 @@ def render(limits: Limits, title: str) -> None:
             f"{figure.ceiling:.1f} {figure.unit}",
             f"{100 * figure.fraction:.0f}",
         )
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    console.print(table)
+    out = console()
+    out.print(table)
     for some in limits.passes:
         milliseconds = 1e3 * median(some.single)
-        console.print(
-            f"{some.depth} draft passes cost {some.depth} x {milliseconds:.3f} ms {100 * some.overhead:+.1f} %"
-        )
+        out.print(f"{some.depth} draft passes cost {some.depth} x {milliseconds:.3f} ms {100 * some.overhead:+.1f} %")
     if limits.memory is not None:
         memory = limits.memory
-        console.print(
+        out.print(
             f"memory: serving took {(memory.peak - memory.idle) / 2**20:.0f} MiB beyond an idle process, "
             f"{memory.ratio:.2f} x weights ({memory.weights / 2**20:.0f} MiB) and KV ({memory.kv / 2**20:.0f} MiB)"
         )

@@ -10,11 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.bench.report import FILE_WIDTH
+from paceline.bench.console import console
 from paceline.core.acceptance import AcceptanceModel
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.baselines import BASELINES
@@ -174,12 +173,10 @@ def missed(cells: list[Cell]) -> list[Cell]:
 
 def render(cells: list[Cell], title: str) -> None:
     """Print the median and the worst cells of each policy, then the cells where the adaptive rule misses a bound."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    console.print(_by_policy(cells, title))
+    out = console()
+    out.print(_by_policy(cells, title))
     table = _misses(missed(cells))
-    console.print(table if table.row_count else f"{ADAPTIVE}: within both bounds in every cell")
+    out.print(table if table.row_count else f"{ADAPTIVE}: within both bounds in every cell")
 
 
 def _by_policy(cells: list[Cell], title: str) -> Table:
@@ -245,4 +242,4 @@ def plot(cells: list[Cell], title: str, path: Path) -> None:
     figure.supxlabel("draft pass over target pass")
     figure.supylabel("acceptance")
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")

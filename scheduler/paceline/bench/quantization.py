@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import kl_div, nll_loss
 
-from paceline.bench.acceptance import Cell, Interval, Recorder
+from paceline.bench.acceptance import Cell, Interval, recording
+from paceline.bench.console import console
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.engine import Engine, GenerationRequest
@@ -162,20 +162,18 @@ def _complete(
     engine: Engine, cell: Cell, prompts: Sequence[str | tuple[int, ...]], depth: int, max_tokens: int
 ) -> None:
     """Fill the tallies of the cell, one a prompt."""
-    recorder = Recorder(engine.runner)
-    engine.runner, runner = recorder, engine.runner
-    for prompt in prompts:
-        engine.add(
-            GenerationRequest(
-                prompt,
-                SamplingParams(temperature=cell.temperature),
-                StopParams(max_tokens=max_tokens, ignore_eos=True),
-                SpeculationParams(Method.DRAFT_MODEL, depth, depth, cell.rule),
+    with recording(engine) as recorder:
+        for prompt in prompts:
+            engine.add(
+                GenerationRequest(
+                    prompt,
+                    SamplingParams(temperature=cell.temperature),
+                    StopParams(max_tokens=max_tokens, ignore_eos=True),
+                    SpeculationParams(Method.DRAFT_MODEL, depth, depth, cell.rule),
+                )
             )
-        )
-    while engine.has_work:
-        engine.step()
-    engine.runner = runner
+        while engine.has_work:
+            engine.step()
     cell.tallies = list(recorder.tallies.values())
 
 
@@ -235,8 +233,6 @@ def render(accuracies: dict[str, list[Accuracy]], lengths: list[AcceptanceLength
     for own in sorted(lengths, key=lambda own: own.cell.temperature):
         temperature, requests = str(own.cell.temperature), str(len(own.cell.tallies))
         acceptance.add_row(temperature, own.cell.rule, own.target, own.draft, requests, str(own.interval))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    console.print(accuracy)
-    console.print(acceptance)
+    out = console()
+    out.print(accuracy)
+    out.print(acceptance)

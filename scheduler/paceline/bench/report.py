@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from paceline.bench.console import console
 from paceline.bench.throughput import Cell
 
-FILE_WIDTH = 150  # where the output is no terminal and has no width of its own
 COLUMNS = (
     "streams", "depth", "prefill s", "decode tok/s", "x off", "run tok/s", "x off",
     "accept len", "mean depth", "draft %", "verify %", "sample %", "python %",
@@ -37,10 +36,7 @@ def render(cells: list[Cell], title: str) -> None:
             *(f"{100 * row[name]:.0f}" for name in ("draft_share", "verify_share", "sample_share", "python_share")),
             end_section=following is not None and following.concurrency != cell.concurrency,
         )
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    console.print(table)
+    console().print(table)
 
 
 def _ratio(value: float | None) -> str:

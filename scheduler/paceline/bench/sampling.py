@@ -9,11 +9,11 @@ from functools import partial
 from statistics import median
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from paceline.bench.console import console
 from paceline.core.params import SamplingParams, SequenceParams, SpeculationParams, Verification
 from paceline.core.plan import Admission
 from paceline.core.sequence import Sequence
@@ -93,7 +93,7 @@ def render(costs: list[Cost], title: str) -> None:
     for cost in costs:
         milliseconds = (f"{1e3 * median(seconds):.1f}" for seconds in (cost.verify, cost.read))
         table.add_row(cost.case.name, *milliseconds, f"{cost.reads:.2f}", f"{cost.case.limit:.1f}")
-    Console().print(table)
+    console().print(table)
 
 
 def _runs(case: Case, draft_logits: Tensor, requests: int, depth: int) -> tuple[list[Run], Tensor | None]:

@@ -17,15 +17,16 @@ from statistics import median
 from typing import Any
 
 import uvloop
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from paceline.bench.console import console
+from paceline.bench.prompts import encode
 from paceline.bench.throughput import run
 from paceline.client import AsyncClient
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.engine import IDLE_SECONDS, AsyncEngine, Engine, GenerationRequest, forward_worker
+from paceline.engine import IDLE_SECONDS, AsyncEngine, Engine, forward_worker
 from paceline.server.app import GrpcServer
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -75,7 +76,7 @@ async def _measure(
     )
     worker = forward_worker()
     engine = await loop.run_in_executor(worker, build)
-    encoded = [engine.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
+    encoded = encode(engine, prompts)
     served = AsyncEngine(engine, worker=worker)
     served.start()
     server = GrpcServer()
@@ -136,7 +137,7 @@ def render(cells: list[Cell], title: str) -> None:
     for cell in cells:
         ratios = (f"{cell.ratio(way):.3f}" for way in LAGS)
         table.add_row(str(cell.streams), cell.depth, f"{median(cell.seconds[OFFLINE]):.2f}", *ratios)
-    Console().print(table)
+    console().print(table)
 
 
 # -- the client's process ----------------------------------------------------------------------------------------------

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.bench.report import FILE_WIDTH
+from paceline.bench.console import console, num_streams, verdict
 from paceline.bench.setting import Setting
 from paceline.bench.throughput import AUTO
 from paceline.bench.turns import Track, check_room
@@ -63,7 +62,7 @@ class Phase:
 
     @property
     def name(self) -> str:
-        return f"{self.streams} stream{'s' if self.streams > 1 else ''}"
+        return num_streams(self.streams)
 
     def depth_by_second(self) -> list[float]:
         """Drafts per decode in the steps that began in each second."""
@@ -255,9 +254,7 @@ def missed(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def render(rides: Sequence[Ride], title: str) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
+    out = console()
     names = {phase.streams: phase.name for phase in rides[0].phases}
     table = Table(title=title)
     for column in ("depth", *(f"{name}, tok/s" for name in names.values()), "all, tok/s"):
@@ -267,9 +264,9 @@ def render(rides: Sequence[Ride], title: str) -> None:
         table.add_row(
             ride.setting.name, *(f"{rate:.1f}" for rate in rates), style="bold" if ride.setting.name == AUTO else None
         )
-    console.print(table)
+    out.print(table)
     for line in summary(compare(rides)):
-        console.print(line, highlight=False)
+        out.print(line, highlight=False)
 
 
 def summary(comparisons: Sequence[Comparison]) -> list[str]:
@@ -284,7 +281,7 @@ def summary(comparisons: Sequence[Comparison]) -> list[str]:
             f"auto's median depth {level:.2f}, {when}; by second: {by_second}"
         )
     lines.append(f"auto / best fixed depth of each phase, in all: {share_of_best(comparisons):.3f}")
-    return lines + ([f"MISSED: {line}" for line in missed(comparisons)] or ["every bound is kept"])
+    return lines + verdict(missed(comparisons))
 
 
 def to_json(rides: Sequence[Ride], settings: dict[str, Any]) -> dict[str, Any]:

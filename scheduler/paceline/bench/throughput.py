@@ -10,6 +10,7 @@ from statistics import median
 
 from rich.progress import track
 
+from paceline.bench.prompts import encode
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.request import RequestStats
@@ -20,11 +21,11 @@ OFF = "off"
 AUTO = "auto"
 
 
-def parse_sizes(text: str) -> list[int]:
-    """ "1,4,16" -> [1, 4, 16]. Raises InvalidArgument."""
+def parse_sizes(text: str, option: str = "concurrency", least: int = 1) -> list[int]:
+    """ "1,4,16" -> [1, 4, 16]. Raises InvalidArgument, which names the option."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InvalidArgument("concurrency", text, "integers >= 1, separated by commas")
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise InvalidArgument(option, text, f"integers >= {least}, separated by commas")
     return [int(part) for part in parts]
 
 
@@ -127,7 +128,7 @@ def measure(
         if bounds.min_depth > highest:
             raise InvalidArgument("depth", name, f"at most the engine's highest depth, {highest}")
     room = engine.scheduler.config.max_model_len - max_tokens
-    encoded = [engine.prepare(GenerationRequest(prompt)).prompt_token_ids for prompt in prompts]
+    encoded = encode(engine, prompts)
     longest = max(len(token_ids) for token_ids in encoded)
     if longest > room:
         raise InvalidArgument("prompts", f"{longest} tokens", f"at most {room} tokens, beside {max_tokens} to generate")

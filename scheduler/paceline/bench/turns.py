@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 from unittest.mock import patch
 
+from paceline.bench.console import num_streams
 from paceline.bench.setting import steered
 from paceline.core.config import PrefixScope
 from paceline.core.depth import Chosen, Decision, DepthCandidate, Outcome, StepLoad
@@ -187,11 +188,8 @@ def check_room(engine: Engine, prompts: Sequence[int], lanes: int, max_tokens: i
         shared = (tokens - 1) // config.block_size if config.prefix_cache is not PrefixScope.OFF else 0
         needed += shared + lanes * (blocks - shared)
     if needed > config.num_blocks:
-        streams = f"{len(prompts)} stream{'s' if len(prompts) > 1 else ''}"
-        reason = (
-            f"{lanes} settings with {streams} need {needed} blocks of KV at once, and there are {config.num_blocks}"
-        )
-        raise FailedPrecondition(reason)
+        wanted = f"{lanes} settings with {num_streams(len(prompts))} need {needed} blocks of KV at once"
+        raise FailedPrecondition(f"{wanted}, and there are {config.num_blocks}")
 
 
 @dataclass(slots=True)
