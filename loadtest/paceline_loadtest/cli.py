@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.errors import InvalidArgument
+from paceline.whole_file import check_file, write_json
 from paceline_loadtest.clients import Client, open_client
 from paceline_loadtest.metrics import Report, RequestRecord
-from paceline_loadtest.output_file import check_file, write_json
 from paceline_loadtest.prompts import load_prompts
 from paceline_loadtest.report import render, to_json
 from paceline_loadtest.runner import run_load
@@ -55,7 +55,7 @@ def _token_range(text: str) -> tuple[int, int]:
 
 @app.command()
 def load(
-    target: Annotated[str, typer.Option(help="Server, as grpc://HOST:PORT.")],
+    target: Annotated[str, typer.Option(help="Server, as HOST:PORT.")],
     request_rate: Annotated[float, typer.Option(help="Requests per second, or inf.")] = math.inf,
     burstiness: Annotated[float, typer.Option(help="Shape of the gaps: 1 is Poisson, inf is constant.")] = 1.0,
     max_concurrency: Annotated[int | None, typer.Option(help="Most requests at once.")] = None,
@@ -102,7 +102,7 @@ def load(
             options=RequestOptions(temperature, ignore_eos, speculation, timeout),
         )
         if json_out is not None:
-            check_file(json_out)
+            check_file("json", json_out)
         client = open_client(
             target,
             api_key=api_key,

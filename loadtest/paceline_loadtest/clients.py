@@ -123,7 +123,7 @@ _SCHEMES: Final[dict[str, Callable[[str, ClientOptions], Client]]] = {"grpc": _o
 
 
 def open_client(target: str, **options: Unpack[ClientOptions]) -> Client:
-    """The client for a target such as `grpc://HOST:PORT`; it connects with its first request.
+    """The client for a target such as `grpc://HOST:PORT`, or `HOST:PORT` for short; it connects with its first request.
 
     Args:
         options: keys, TLS and the like, as `paceline.client` takes them; nothing is ever tried again.
@@ -131,9 +131,9 @@ def open_client(target: str, **options: Unpack[ClientOptions]) -> Client:
     Raises:
         InvalidArgument: not a target, a scheme that nothing here speaks, or an option that is not allowed.
     """
-    supported = "one of " + ", ".join(f"{scheme}://HOST:PORT" for scheme in _SCHEMES)
+    supported = "HOST:PORT or one of " + ", ".join(f"{scheme}://HOST:PORT" for scheme in _SCHEMES)
     try:
-        parts = urlsplit(target)
+        parts = urlsplit(target if "://" in target else f"grpc://{target}")
         complete = bool(parts.hostname and parts.port) and not (parts.path.strip("/") or parts.query or parts.fragment)
     except ValueError as error:  # a port that is no number, a bracket without its pair
         raise InvalidArgument("target", target, supported) from error

@@ -41,7 +41,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.client": ("paceline.v1",),
     "paceline.v1": (),
     "paceline_kernels": (),
-    "paceline_loadtest": ("paceline.v1", "paceline.client"),
+    "paceline_loadtest": ("paceline.v1", "paceline.client", "paceline.whole_file"),
     # Entry points: they alone wire concrete classes together.
     "paceline.wiring": ANYTHING,
     "paceline.llm": ANYTHING,

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from rich.progress import track
 from rich.table import Table
 
+from paceline.bench.baselines import BASELINES
 from paceline.bench.console import console, num_streams, verdict
 from paceline.bench.prompts import encode
 from paceline.bench.setting import Setting
 from paceline.bench.throughput import AUTO, OFF
 from paceline.bench.turns import Served, Stream, serve_batch
-from paceline.core.baselines import BASELINES
 from paceline.core.params import SamplingParams
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_counts import SpeculationCounts

@@ -13,10 +13,10 @@ from typing import Any
 from rich.progress import track
 from rich.table import Table
 
+from paceline.bench.baselines import BASELINES
 from paceline.bench.console import console
 from paceline.core.acceptance import AcceptanceModel
 from paceline.core.adaptive_depth import AdaptiveDepth
-from paceline.core.baselines import BASELINES
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.errors import InvalidArgument

@@ -7,9 +7,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from paceline.bench import trim
+from paceline.bench.baselines import BASELINES
 from paceline.bench.throughput import AUTO, OFF
 from paceline.core.adaptive_depth import AdaptiveDepth
-from paceline.core.baselines import BASELINES
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.method import Method

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.baselines import BASELINES
+from paceline.bench.baselines import BASELINES
 from paceline.core.cost_model import StepShape
 from paceline.core.depth import DepthCandidate, Offer, Outcome, StepLoad
 from paceline.core.depth_policy import DepthPolicy
