@@ -70,7 +70,6 @@ MODULES: Final = (
     "runner/positions.py",
     "runner/verification/greedy.py",
     "runner/verification/rule.py",
-    "runner/verification/verifier.py",
     "server/delivery.py",
     "server/keyed.py",
     "server/watch.py",
