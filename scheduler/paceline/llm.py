@@ -33,9 +33,11 @@ from paceline.engine.delta import Output, PromptLogprobs
 from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.errors import InvalidArgument
+from paceline.options import check_names
 
 Name = TypeVar("Name", bound=StrEnum)
 
+PROMPTS: Final = "text, token ids or chat messages"
 # Options of one value each, by its type, and the type in words.
 _TYPES: Final[tuple[tuple[type, str, tuple[str, ...]], ...]] = (
     (
@@ -63,7 +65,8 @@ class GenerateOptions(TypedDict, total=False):
     the model's default.
 
     Sampling: `temperature` (0 is greedy), `top_p`, `top_k`, `min_p`, `typical_p`, `presence_penalty`,
-    `frequency_penalty`, `repetition_penalty`, `logit_bias`, `allowed_token_ids`, `bad_words`, `seed`, `n`.
+    `frequency_penalty`, `repetition_penalty`, `logit_bias`, `allowed_token_ids` (at least one), `bad_words`,
+    `seed`, `n`.
     Stopping: `max_tokens` (None: up to the model's length), `min_tokens`, `stop` (one string or several),
     `stop_token_ids`, `ignore_eos`, `include_stop_string`.
     Structure, one of: `json_schema` (text, or a mapping that JSON can hold), `regex`, `grammar` (Lark), `choices`.
@@ -219,15 +222,17 @@ def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOpti
         InvalidArgument: a value of another type, or one that no model allows.
         TypeError: an option that does not exist.
     """
-    if unknown := options.keys() - GenerateOptions.__annotations__.keys():
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
+    check_names(options, GenerateOptions.__annotations__)
     given = {name: value for name, value in options.items() if value is not None}
     _check_types(given)
     _check_prompt(prompt)
     get = given.get
+    allowed_token_ids = _tuple("allowed_token_ids", given, Integral)
+    if "allowed_token_ids" in given and not allowed_token_ids:
+        raise InvalidArgument("allowed_token_ids", [], "at least one token id; leave it out to allow all")
     own: dict[str, Any] = given | {
         "logit_bias": _biases(given),
-        "allowed_token_ids": _tuple("allowed_token_ids", given, Integral),
+        "allowed_token_ids": allowed_token_ids,
         "bad_words": _tuple("bad_words", given, str),
     }
     sampling = replace(default, **{item.name: own[item.name] for item in fields(SamplingParams) if item.name in own})
@@ -302,7 +307,7 @@ def _check_prompt(prompt: object) -> None:
         return
     items = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else [None]
     if not all(isinstance(item, Integral | ChatMessage) for item in items):
-        raise InvalidArgument("prompt", prompt, "text, token ids or chat messages")
+        raise InvalidArgument("prompt", prompt, PROMPTS)
 
 
 def _tuple(name: str, given: Mapping[str, Any], kind: type) -> tuple[Any, ...]:
@@ -343,6 +348,10 @@ def _completion(outputs: list[Output]) -> Completion:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt is text, or a sequence of ids or messages; anything else is a sequence of prompts."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | ChatMessage)):
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidArgument("prompt", prompts, PROMPTS)
+    if prompts and isinstance(prompts[0], int | ChatMessage):
         return [cast(Prompt, prompts)]
     return list(cast("Sequence[Prompt]", prompts))

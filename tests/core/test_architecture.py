@@ -26,6 +26,7 @@ PLANS = (
 )
 ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.errors": (),
+    "paceline.options": (),
     "paceline.compiled": ("paceline.core.scheduler",),
     "paceline.core": (),
     "paceline.config_file": ("paceline.core",),
@@ -38,7 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.whole_file": (),
     "paceline.cost_cache": ("paceline.core", "paceline.whole_file", "paceline_kernels.cpu.build"),
     "paceline.server": ("paceline.engine", "paceline.core", "paceline.config_file", "paceline.v1"),
-    "paceline.client": ("paceline.v1",),
+    "paceline.client": ("paceline.options", "paceline.v1"),
     "paceline.v1": (),
     "paceline_kernels": (),
     "paceline_loadtest": ("paceline.v1", "paceline.client", "paceline.whole_file"),

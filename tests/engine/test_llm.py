@@ -120,6 +120,7 @@ def test_one_bad_prompt_runs_none() -> None:
         ({"stop": [1]}, "stop"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
         ({"allowed_token_ids": [1.5]}, "allowed_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"bad_words": "abc"}, "bad_words"),
         ({"choices": [1, 2]}, "choices"),
         ({"logit_bias": [(1, 2.0)]}, "logit_bias"),
@@ -138,7 +139,7 @@ def test_a_value_of_another_type_is_named_and_runs_nothing(options: Any, field: 
     assert LLM.from_engine(engine).generate([1], max_tokens=5)[0].token_ids == expected([1], 5)[0]
 
 
-@pytest.mark.parametrize("prompt", [[1, 2.5], [{"role": "user", "content": "x"}], [1.5], [b"ab"], [None]])
+@pytest.mark.parametrize("prompt", [[1, 2.5], [{"role": "user", "content": "x"}], [1.5], [b"ab"], [None], None, 5, {}])
 def test_what_is_no_prompt(prompt: Any) -> None:
     with pytest.raises(InvalidArgument) as caught:
         LLM.from_engine(make_engine()).generate(prompt)
@@ -146,7 +147,7 @@ def test_what_is_no_prompt(prompt: Any) -> None:
 
 
 def test_an_option_that_does_not_exist() -> None:
-    with pytest.raises(TypeError, match="unknown option top_q"):
+    with pytest.raises(TypeError, match=r"unknown option top_q \(did you mean top_p\?\)"):
         LLM.from_engine(make_engine()).generate([1], top_q=0.5)  # type: ignore[call-arg]
 
 

@@ -184,6 +184,16 @@ def test_bad_values_are_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_no_choices_are_refused_before_a_server_is_asked(
+    number: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["paceline", "generate", "x", "--server", "127.0.0.1:1", "--n", number])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert (caught.value.code, capsys.readouterr().err) == (2, f"paceline: n = {number}: must be an integer in 1..64\n")
+
+
 def test_unknown_model(tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
     done = run("serve", "--model", missing)

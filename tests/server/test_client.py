@@ -421,7 +421,10 @@ def test_options() -> None:
         ("x", {"max_tokens": -1}, r"stop.max_tokens = -1: must be an integer in 0..2\^32-1"),
         ("x", {"max_tokens": 1.5}, "stop.max_tokens = 1.5: must be an integer"),
         ("x", {"temperature": "hot"}, "sampling.temperature = 'hot': must be a number"),
-        ("x", {"n": -1}, "n = -1: must be an integer"),
+        ("x", {"n": -1}, r"n = -1: must be an integer in 1\.\.64"),
+        ("x", {"n": 0}, r"n = 0: must be an integer in 1\.\.64"),
+        ("x", {"n": 1.5}, "n = 1.5: must be an integer"),
+        ("x", {"allowed_token_ids": []}, r"sampling.allowed_token_ids = \[\]: must be at least one token id"),
         ("x", {"bad_words": "abc"}, "sampling.bad_words = 'abc': must be a sequence, each text"),
         ("x", {"logit_bias": [3]}, r"sampling.logit_bias = \[3\]: must be a mapping of token ids to numbers"),
         ("x", {"logit_bias": {-1: 0.5}}, "sampling.logit_bias = {-1: 0.5}: must be a mapping of token ids"),
@@ -445,6 +448,8 @@ def test_options() -> None:
         ("x", {"time_per_output_token": True}, "scheduling.time_per_output_token = True: must be seconds"),
         ("\ud800", {}, "prompt_text = .* must be text that UTF-8 can hold"),
         ([1, -2], {}, r"prompt_tokens.ids = \[1, -2\]: must be a sequence"),
+        (None, {}, "prompt = None: must be text, token ids or chat messages"),
+        (5, {}, "prompt = 5: must be text, token ids or chat messages"),
         (b"x", {}, "prompt = b'x': must be text, token ids or chat messages"),
         ({"role": "user", "content": "x"}, {}, "must be text, token ids or chat messages"),
         ([{"role": "user"}], {}, r"chat.messages\[0\] = .*keys role and content"),
@@ -457,8 +462,10 @@ async def test_what_a_request_cannot_carry(client: AsyncClient, prompt: Any, opt
 
 
 def test_an_option_that_does_not_exist() -> None:
-    with pytest.raises(TypeError, match="unknown option max_token"):
+    with pytest.raises(TypeError, match=r"unknown option max_token \(did you mean max_tokens\?\)$"):
         build_request("x", max_token=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"unknown option choice \(did you mean choices\?\), zzz$"):
+        build_request("x", zzz=1, choice=["a"])  # type: ignore[call-arg]
 
 
 # ---- Health --------------------------------------------------------------------------------------------------------
@@ -487,7 +494,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 import paceline.client
 ours = {name for name in sys.modules if name.startswith("paceline.")}
-allowed = ("paceline.client", "paceline.v1", "paceline.errors")
+allowed = ("paceline.client", "paceline.v1", "paceline.errors", "paceline.options")
 print(sorted(name for name in ours if not name.startswith(allowed)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -94,6 +94,29 @@ def test_what_is_on_this_machine(target: str, local: bool) -> None:
     assert is_local(target) is local
 
 
+@pytest.mark.parametrize(
+    "target",
+    [None, 5, "", "127.0.0.1", "localhost:", ":1", "a:0", "a:65536", "a:b", "::1", "http://a:1", "grpc://a:1", "unix:"],
+)
+@pytest.mark.parametrize("kind", [AsyncClient, Client])
+def test_what_is_no_target(kind: type[Client | AsyncClient], target: Any) -> None:
+    """Of most of these gRPC would say nothing: it asks port 443, or a host of that name."""
+    with pytest.raises(errors.InvalidArgument) as caught:
+        kind(target)
+    assert str(caught.value) == f"target = {target!r}: must be HOST:PORT, or unix:PATH"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("127.0.0.1:1", "localhost:65535", "a.example_2:50051", "[::1]:1", "unix:/run/a.sock", "unix:///run/a.sock"),
+        *("unix-abstract:a", "dns:///a:1", "dns://8.8.8.8/a:1", "ipv4:127.0.0.1:1,127.0.0.2:1", "ipv6:[::1]:1"),
+    ],
+)
+def test_what_is_a_target(target: str) -> None:
+    assert Connection(target).target == target
+
+
 @pytest.mark.parametrize("kind", [AsyncClient, Client])
 def test_a_key_is_not_sent_in_plaintext(kind: type[Client | AsyncClient]) -> None:
     with pytest.raises(
@@ -185,7 +208,7 @@ def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> 
 
 
 def test_options_that_do_not_exist() -> None:
-    with pytest.raises(TypeError, match="unknown option apikey"):
+    with pytest.raises(TypeError, match=r"unknown option apikey \(did you mean api_key\?\)"):
         Client("localhost:1", apikey=KEY)  # type: ignore[call-arg]
 
 

@@ -192,6 +192,7 @@ async def test_a_call_has_a_name_and_a_span(fake: tuple[FakeServices, str]) -> N
     ("call", "message"),
     [
         (lambda c: c.tokenize([1, 2]), "prompt = .*must be text or chat messages"),
+        (lambda c: c.tokenize(5), "prompt = 5: must be text or chat messages"),
         (lambda c: c.tokenize("\ud800"), "text = .*UTF-8"),
         (lambda c: c.detokenize([-1]), r"token_ids = \[-1\]: must be a sequence"),
         (lambda c: c.admin.drain(-1), r"grace = -1: must be seconds in \[0"),

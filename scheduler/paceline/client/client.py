@@ -38,7 +38,7 @@ class AsyncClient:
     timeout, and never once there was an answer.
 
     Args:
-        target: "HOST:PORT", or any other gRPC target.
+        target: "HOST:PORT", "unix:PATH", or another of gRPC's, such as "dns:///HOST:PORT".
         options: see `ClientOptions`.
 
     Attributes:

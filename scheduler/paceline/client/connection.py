@@ -12,6 +12,7 @@ import grpc
 
 from paceline.client.retry import RetryPolicy
 from paceline.errors import InvalidArgument
+from paceline.options import check_names
 from paceline.v1 import generation_pb2 as pb
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -36,6 +37,9 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 _NAME: Final = re.compile(r"[!-~]{1,128}")
 _KEY: Final = re.compile(r"[!-~]+")
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+# Where gRPC would say nothing of a target that it misreads: without a port it asks port 443.
+_ADDRESS: Final = re.compile(r"(?:\[[^\[\]\s]+\]|[^\[\]\s:/]+):(\d{1,5})")
+_OTHER_TARGET: Final = re.compile(r"(?:unix|unix-abstract|vsock|dns|ipv4|ipv6|xds):.+")
 _SCHEMES: Final = ("dns:///", "dns:", "ipv4:", "ipv6:")  # those after which addresses stand
 
 
@@ -77,13 +81,14 @@ class Connection:
     """How to reach a server. Holds secrets, and shows none.
 
     Raises:
-        InvalidArgument: an option that is not allowed, does not go with another, or names a file that cannot be read.
+        InvalidArgument: a target that is none, or an option that is not allowed, does not go with another, or names a
+            file that cannot be read.
         TypeError: an option that does not exist.
     """
 
     def __init__(self, target: str, **options: Unpack[ClientOptions]) -> None:
-        if unknown := options.keys() - ClientOptions.__annotations__.keys():
-            raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
+        check_names(options, ClientOptions.__annotations__)
+        _check_target(target)
         max_retries = options.get("max_retries", 3)
         if max_retries < 0:
             raise InvalidArgument("max_retries", max_retries, "at least 0")
@@ -121,6 +126,14 @@ class Connection:
     def generation_metadata(self, request: pb.GenerateRequest, traceparent: str | None) -> Metadata:
         """The same for a generation, whose request has its id; of one that headers do not carry, the server speaks."""
         return self.call_metadata(request.request_id if _NAME.fullmatch(request.request_id) else None, traceparent)
+
+
+def _check_target(target: object) -> None:
+    if isinstance(target, str):
+        address = _ADDRESS.fullmatch(target)
+        if (address and 0 < int(address[1]) <= 65535) or _OTHER_TARGET.fullmatch(target):
+            return
+    raise InvalidArgument("target", target, "HOST:PORT, or unix:PATH")
 
 
 def is_local(target: str) -> bool:

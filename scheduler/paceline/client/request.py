@@ -6,7 +6,7 @@ The server judges values; here only what the contract cannot carry is refused, a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, TypedDict, Unpack, cast
 
@@ -15,6 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from paceline.errors import InvalidArgument
+from paceline.options import check_names
 from paceline.v1 import admin_pb2, model_pb2
 from paceline.v1 import generation_pb2 as pb
 
@@ -40,8 +41,8 @@ class GenerateOptions(TypedDict, total=False):
     The contract, `paceline/v1/generation.proto`, has ranges and meanings.
 
     Sampling: `temperature` (0 is greedy), `top_p`, `top_k`, `min_p`, `typical_p`, `presence_penalty`,
-    `frequency_penalty`, `repetition_penalty`, `logit_bias` (token id to bias), `allowed_token_ids` (empty allows all),
-    `bad_words`, `seed`.
+    `frequency_penalty`, `repetition_penalty`, `logit_bias` (token id to bias), `allowed_token_ids` (at least
+    one), `bad_words`, `seed`.
     Choices: `n` completions of the prompt (1); read several with `complete_all`, or by `Delta.choice`.
     Structure, one of: `json_schema` (text, or what JSON can hold), `regex`, `grammar` (Lark),
     `choices` (the completion is one of these texts).
@@ -141,12 +142,14 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
         InvalidArgument: a value that the message cannot carry, such as a negative count.
         TypeError: an option that does not exist.
     """
-    if unknown := options.keys() - GenerateOptions.__annotations__.keys():
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
+    check_names(options, GenerateOptions.__annotations__)
     get = options.get  # untyped on purpose: `_fill` lets the message judge the values
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
-    _fill(request, "", request_id=get("request_id"), model=get("model"), n=get("n"))
+    n = get("n")
+    if isinstance(n, int) and n < 1:  # in the message, 0 stands for 1
+        raise InvalidArgument("n", n, "an integer in 1..64")
+    _fill(request, "", request_id=get("request_id"), model=get("model"), n=n)
     _fill(
         request.sampling,
         "sampling",
@@ -163,6 +166,8 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
         bad_words=get("bad_words"),
         seed=get("seed"),
     )
+    if get("allowed_token_ids") is not None and not request.sampling.allowed_token_ids:  # which is as good as unset
+        raise InvalidArgument("sampling.allowed_token_ids", [], "at least one token id; leave it out to allow all")
     _set_structure(request.structured, options)
     stop = get("stop")
     _fill(
@@ -207,7 +212,7 @@ def build_tokenize(prompt: Prompt, model: str) -> model_pb2.TokenizeRequest:
         _fill(request, "", text=prompt)
         return request
     turns = pb.GenerateRequest()
-    _set_prompt(turns, prompt)
+    _set_prompt(turns, prompt, allowed="text or chat messages")
     if not turns.HasField("chat"):
         raise InvalidArgument("prompt", prompt, "text or chat messages")
     request.chat.CopyFrom(turns.chat)
@@ -229,9 +234,12 @@ def build_drain(grace: float | None) -> admin_pb2.DrainRequest:
     return request
 
 
-def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, bytes | bytearray | Mapping):  # all iterable, none of them a prompt
-        raise InvalidArgument("prompt", prompt, "text, token ids or chat messages")
+def _set_prompt(
+    request: pb.GenerateRequest, prompt: Prompt, *, allowed: str = "text, token ids or chat messages"
+) -> None:
+    # Of what is iterable, these are no prompts.
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | Mapping):
+        raise InvalidArgument("prompt", prompt, allowed)
     if isinstance(prompt, str):
         _fill(request, "", prompt_text=prompt)
         return

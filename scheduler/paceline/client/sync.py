@@ -120,7 +120,7 @@ class Client:
     Not to be used in a process that was forked after it had connected.
 
     Args:
-        target: "HOST:PORT", or any other gRPC target.
+        target: "HOST:PORT", "unix:PATH", or another of gRPC's, such as "dns:///HOST:PORT".
         options: see `ClientOptions`.
 
     Attributes:
