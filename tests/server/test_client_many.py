@@ -24,7 +24,7 @@ Context = grpc.aio.ServicerContext[pb.GenerateManyRequest, pb.GenerateManyRespon
 
 class FakeMany(generation_pb2_grpc.GenerationServiceServicer):
     """Does what the prompt says: "hang" sends a token and no more, "fail CODE [MS]" fails that generation, "busy CODE
-    MS" does so the first time, "several" has two choices, "quit" ends the stream with UNAVAILABLE, all else is canned.
+    MS" does so the first time, "several" has two choices, "quit" ends the stream with UNAVAILABLE, "then hang" reads nothing more, all else is canned.
 
     Attributes:
         messages: everything that came, in order.
@@ -73,6 +73,8 @@ class FakeMany(generation_pb2_grpc.GenerationServiceServicer):
             for answer in answers:
                 answer.key = message.key
             await context.write(pb.GenerateManyResponse(responses=answers))
+            if message.start.prompt_text == "then hang":
+                await asyncio.Event().wait()
 
 
 def failed(code: str, retry_ms: str = "") -> pb.KeyedResponse:
@@ -252,6 +254,36 @@ async def test_leaving_the_context_ends_all(client: AsyncClient) -> None:
         await task
     with pytest.raises(RuntimeError, match="closed"):
         await many.start("hello")
+
+
+@pytest.mark.parametrize(
+    ("lives", "outcome"), [(False, grpc.StatusCode.OK), (True, grpc.StatusCode.CANCELLED)], ids=["nothing", "one"]
+)
+async def test_a_stream_ends_well_where_nothing_lives_on_it(
+    serving: Serving, lives: bool, outcome: grpc.StatusCode
+) -> None:
+    """The server counts how RPCs end, and operators look for those that did not end well."""
+    ended: list[grpc.StatusCode] = []
+    serving.server.calls.observers.append(lambda call, code, seconds: ended.append(code))
+    async with AsyncClient(serving.address) as client, client.many() as many:
+        left = await many.start("left")
+        await left.aclose()
+        read = await many.start("read", max_tokens=4)
+        serving.runner.open()
+        await read.collect()
+        if lives:
+            serving.runner.close()
+            await many.start("live")
+    await serving.until(lambda: bool(ended))
+    assert ended == [outcome]
+
+
+async def test_a_server_that_does_not_end_the_stream_is_not_waited_for(
+    server: FakeMany, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.client.many._LAST_WORD_SECONDS", 0.01)
+    async with asyncio.timeout(PATIENCE), AsyncClient(server.address) as client, client.many() as many:
+        await (await many.start("then hang")).collect()
 
 
 async def test_closing_the_client_ends_all(server: FakeMany) -> None:

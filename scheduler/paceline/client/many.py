@@ -21,6 +21,7 @@ from paceline.v1 import generation_pb2 as pb
 ManyCall: TypeAlias = grpc.aio.StreamStreamCall[pb.GenerateManyRequest, pb.GenerateManyResponse]
 OpenStream: TypeAlias = Callable[[AsyncIterator[pb.GenerateManyRequest]], ManyCall]
 
+_LAST_WORD_SECONDS: Final = 2.0  # that the server has to end a stream on which nothing lives
 _CORE_FAILED: Final = "Internal error from Core"  # what gRPC's asyncio API says of a write that failed
 _CODES: Final[dict[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -112,7 +113,12 @@ class _Stream:
         return lane
 
     async def aclose(self) -> None:
-        self._call.cancel()
+        try:
+            if not self._lanes:
+                self._requests.put_nowait(None)  # the end of what there is to say, to which the server has a status
+                await asyncio.wait([self._reader], timeout=_LAST_WORD_SECONDS)
+        finally:
+            self._call.cancel()  # does nothing once the RPC has ended
         await asyncio.wait([self._reader])
 
     def _drop(self, key: int) -> None:
