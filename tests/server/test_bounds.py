@@ -66,10 +66,10 @@ async def test_a_depth_beyond_bounds(free: Serving, tenant: str, speculation: di
 @pytest.mark.parametrize(
     ("tenant", "mode", "said"),
     [
-        ("off", NGRAM, "speculation.mode = ngram: not allowed to tenant 'off'; available: none"),
-        ("model", NGRAM, "speculation.mode = ngram: not allowed to tenant 'model'; available: none"),
-        ("model", MODEL, "speculation.mode = draft_model: not loaded here; available: none"),
-        ("small", MODEL, "speculation.mode = draft_model: not loaded here; available: ngram, none"),
+        ("off", NGRAM, "speculation.mode = ngram: not allowed to tenant 'off'; available: off"),
+        ("model", NGRAM, "speculation.mode = ngram: not allowed to tenant 'model'; available: off"),
+        ("model", MODEL, "speculation.mode = draft_model: not loaded here; available: off"),
+        ("small", MODEL, "speculation.mode = draft_model: not loaded here; available: ngram, off"),
     ],
 )
 async def test_a_method_beyond_bounds(free: Serving, tenant: str, mode: pb.SpeculationMode, said: str) -> None:
@@ -160,7 +160,7 @@ def test_off(pair: tuple[str, str], settings: dict[str, object]) -> None:
     engine = engine_of(pair, **settings)
     stats = serve(engine)
     assert (stats.method, stats.drafted_tokens) == (Method.NONE, 0)
-    with pytest.raises(FailedPrecondition, match="not loaded here; available: none"):
+    with pytest.raises(FailedPrecondition, match="not loaded here; available: off"):
         serve(engine, speculation=SpeculationParams(Method.NGRAM))
 
 
@@ -190,7 +190,7 @@ def test_tenants_have_their_own(pair: tuple[str, str]) -> None:
     assert len(serve(engine, "another").depths) == 4
     assert len(serve(engine, "small").depths) == 2
     assert serve(engine, "ngram").method is Method.NGRAM
-    with pytest.raises(FailedPrecondition, match="not allowed to tenant 'ngram'; available: ngram, none"):
+    with pytest.raises(FailedPrecondition, match="not allowed to tenant 'ngram'; available: ngram, off"):
         serve(engine, "ngram", SpeculationParams(Method.DRAFT_MODEL))
 
 

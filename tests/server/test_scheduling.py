@@ -218,10 +218,11 @@ async def test_one_of_several_completions_that_comes_too_late_ends_all_of_them(l
 
 async def test_a_tenant_that_nobody_knows(free: Serving) -> None:
     free.scheduler.tenants.set_policies({"known": ONE_SHARE}, None)
-    for tenant in ("stranger", ""):
+    unnamed = ", and named: the caller's credential has none of its own"
+    for tenant, more in (("stranger", ""), ("", unnamed)):
         error = await failure(free.stub.Generate(of(tenant)))
         assert error.code() is INVALID
-        assert error.details() == f"scheduling.tenant = {tenant!r}: must be a tenant of this server"
+        assert error.details() == f"scheduling.tenant = {tenant!r}: must be a tenant of this server{more}"
         [violation] = details_of(error)["BadRequest"].field_violations  # type: ignore[attr-defined]
         assert violation.field == "scheduling.tenant"
     assert free.idle

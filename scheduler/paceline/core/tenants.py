@@ -122,7 +122,8 @@ class Tenants:
         """Raises InvalidArgument: no such tenant, and unknown ones are not served."""
         policy = self.policies.get(name, self.default)
         if policy is None:
-            raise InvalidArgument("scheduling.tenant", name, "a tenant of this server")
+            unnamed = ", and named: the caller's credential has none of its own"
+            raise InvalidArgument("scheduling.tenant", name, f"a tenant of this server{'' if name else unnamed}")
         return policy
 
     def get(self, name: str, now: float) -> Tenant:

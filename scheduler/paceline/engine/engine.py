@@ -357,7 +357,7 @@ class Engine:
             reason = (
                 f"not allowed to tenant {request.scheduling.tenant!r}" if method in self.methods else "not loaded here"
             )
-            names = ", ".join(sorted(available))
+            names = ", ".join(sorted("off" if one is Method.NONE else one for one in available))  # as requests say
             raise FailedPrecondition(f"speculation.mode = {method}: {reason}; available: {names}")
 
     def _constraints(self, request: GenerationRequest) -> Constraints:
