@@ -43,10 +43,13 @@ OTHER_HASH = "sha256:" + 64 * "b"
 # A file, and the beginning of a line for each of its mistakes.
 BAD = {
     "unknown = 'maybe'": "unknown = 'maybe': must be 'serve' or 'refuse'",
-    "colour = 'red'": "colour = 'red': ",
+    "colour = 'red'": "colour = 'red': unknown key; known: unknown, default, tenants, gateways, admins",
     "default.weight = 0": "default.weight = 0: must be greater than 0",
     "tenants.a.weight = -1.5": "tenants.a.weight = -1.5: must be greater than 0",
-    "tenants.a.wieght = 1": "tenants.a.wieght = 1: ",
+    "tenants.a.wieght = 1": "tenants.a.wieght = 1: unknown key; known: keys, common_names, weight, max_running, ",
+    "tenants.a.speculation.depth = 1": (
+        "tenants.a.speculation.depth = 1: unknown key; known: methods, min_depth, max_depth"
+    ),
     "tenants.a.max_running = true": "tenants.a.max_running = True: must be a valid integer",
     "tenants.a.max_queued = '3'": "tenants.a.max_queued = '3': must be a valid integer",
     "tenants.a.max_blocks = 0": "tenants.a.max_blocks = 0: must be greater than or equal to 1",
@@ -59,14 +62,16 @@ BAD = {
         "tenants.b.speculation.max_depth = 2: must be at least min_depth (3)"
     ),
     "tenants.'two words'.weight = 1": "tenants.two words.[key] = 'two words': must match",
-    "tenants.c = 7": "tenants.c = 7: ",
-    "tenants.d.models = []": "tenants.d.models = []: ",
+    "tenants.c = 7": "tenants.c = 7: must be a table",
+    "tenants.d.models = []": "tenants.d.models = []: must have at least 1 item",
+    "tenants.e.models = 'demo'": "tenants.e.models = 'demo': must be a list",
+    "tenants.e.common_names = 'e'": "tenants.e.common_names = 'e': must be a list",
     "tenants.d.common_names = ['']": "tenants.d.common_names.0 = '': must have at least 1 character",
     f"tenants.d.keys = ['{HASH}', 'sha256:a']": "tenants.d.keys.1: must match pattern '^sha256:",
     f"admins.a.keys = ['{HASH}']": "admins.a.keys.0: stands at tenants.d.keys.0 as well",
     "gateways.g.common_names = ['g', 'g']": "gateways.g.common_names.1: stands at gateways.g.common_names.0 as well",
-    "admins.b.tenant = 'a'": "admins.b.tenant: ",
-    "default.keys = []": "default.keys: ",
+    "admins.b.tenant = 'a'": "admins.b.tenant: unknown key; known: keys, common_names",
+    "default.keys = []": "default.keys: unknown key; known: weight, ",
 }
 
 
@@ -191,7 +196,10 @@ def test_mistakes_tell_no_key(file: Path, text: str) -> None:
     [
         ({"seed": -1}, "seed = -1: must be greater than or equal to 0"),
         ({"policy": "lifo"}, "policy = 'lifo': must be 'ours', 'fcfs' or 'edf'"),
-        ({"speed": 1}, "speed = 1: Extra inputs are not permitted"),
+        (
+            {"speed": 1},
+            "speed = 1: unknown key; known: seed, requests, seconds, policy, machine, engine, arrivals, tenants",
+        ),
     ],
 )
 def test_a_value_that_replaces_another(changes: dict[str, object], said: str) -> None:

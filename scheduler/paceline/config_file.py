@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_serializer, field_validator
 from pydantic_core import PydanticCustomError
@@ -195,7 +195,7 @@ def read_file(path: Path, kind: type[AnyTable]) -> AnyTable:
         table = kind.model_validate(data)
     except ValidationError as error:
         # Not `from error`: that one shows values, and some of them are secrets.
-        raise BadFile(path, [*_mistakes(error), *contradictions]) from None
+        raise BadFile(path, [*_mistakes(error, kind), *contradictions]) from None
     if contradictions:
         raise BadFile(path, contradictions)
     return table
@@ -207,7 +207,7 @@ def replaced(table: AnyTable, **changes: object) -> AnyTable:
     try:
         return type(table).model_validate({**table.model_dump(exclude_unset=True), **given})
     except ValidationError as error:
-        raise BadValue(_mistakes(error)[0]) from None
+        raise BadValue(_mistakes(error, type(table))[0]) from None
 
 
 def read_tenants(path: Path) -> TenantsFile:
@@ -248,13 +248,39 @@ class BadFile(InvalidArgument):
         self.args = ("\n  ".join([f"{path} has {len(mistakes)} mistake{'s' * (len(mistakes) > 1)}:", *mistakes]),)
 
 
-def _mistakes(error: ValidationError) -> list[str]:
-    return [_told(one["loc"], one["input"], one["msg"]) for one in error.errors()]
+# What pydantic calls by the names of Python's types, by its kind of error.
+_IN_TOML: Final = {
+    **dict.fromkeys(("tuple_type", "list_type", "frozen_set_type"), "must be a list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a table"),
+    "path_type": "must be a path",
+}
+
+
+def _mistakes(error: ValidationError, kind: type[Table]) -> list[str]:
+    told = []
+    for one in error.errors():
+        location = one["loc"]
+        if one["type"] == "missing":
+            told.append(f"{'.'.join(map(str, location))}: must be given")
+        elif one["type"] == "extra_forbidden":
+            told.append(_told(location, one["input"], f"unknown key; known: {', '.join(_keys(kind, location[:-1]))}"))
+        else:
+            told.append(_told(location, one["input"], _IN_TOML.get(one["type"], one["msg"])))
+    return told
+
+
+def _keys(kind: type[Table], location: tuple[int | str, ...]) -> list[str]:
+    """Those of the table that stands there in a table of this kind."""
+    here: Any = kind
+    for part in location:
+        here = get_args(here)[1] if get_origin(here) is dict else here.model_fields[part].annotation
+    return list(here.model_fields)
 
 
 def _told(location: tuple[int | str, ...], value: object, message: str) -> str:
     """In our words, and without secrets: a key may stand where its hash should, or under a name that is misspelt."""
     place = ".".join(map(str, location))
     message = re.sub(r"^[A-Z]\w* should ", "must ", message)
+    message = re.sub(r" after validation, not \d+$", "", message)
     secret = "keys" in location or location[:1] in (("gateways",), ("admins",)) or KEY.search(repr(value))
     return f"{place}: {message}" if secret else f"{place} = {brief(value)}: {message}"

@@ -24,7 +24,8 @@ Context = grpc.aio.ServicerContext[pb.GenerateManyRequest, pb.GenerateManyRespon
 
 class FakeMany(generation_pb2_grpc.GenerationServiceServicer):
     """Does what the prompt says: "hang" sends a token and no more, "fail CODE [MS]" fails that generation, "busy CODE
-    MS" does so the first time, "several" has two choices, "quit" ends the stream with UNAVAILABLE, "then hang" reads nothing more, all else is canned.
+    MS" does so the first time, "several" has two choices, "quit" ends the stream with UNAVAILABLE, "then hang" reads
+    nothing more, all else is canned.
 
     Attributes:
         messages: everything that came, in order.

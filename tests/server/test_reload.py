@@ -170,6 +170,16 @@ def test_a_key_that_was_taken_out_starts_nothing_more_on_an_open_stream(
     assert finished.usage.completion_tokens == 300  # what is admitted goes on
 
 
+def test_models_that_are_not_served_are_warned_of(serve: Callable[..., Server], tenants: Path) -> None:
+    """They keep a tenant out, and may be misspelt."""
+    tenants.write_text(FILE + '[tenants.a]\nmodels = ["scripted", "nope"]')
+    server = serve(tenants=str(tenants))
+    assert "WARNING paceline.server.tenants: tenants.a.models: not served here: nope; there is 'scripted'" in server.log
+    tenants.write_text(FILE + '[default]\nmodels = ["b", "a"]')
+    log = server.hang_up("the tenants file has been read again")
+    assert "WARNING paceline.server.tenants: default.models: not served here: a, b; there is 'scripted'" in log
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -179,7 +189,7 @@ def test_a_key_that_was_taken_out_starts_nothing_more_on_an_open_stream(
                 "tenants.toml has 3 mistakes:",
                 "tenants.other.weight = -1: must be greater than 0",
                 "tenants.other.max_queued = 0: must be greater than or equal to 1",
-                "tenants.other.colour = 'red': Extra inputs are not permitted",
+                "tenants.other.colour = 'red': unknown key; known: ",
             ],
         ),
         (

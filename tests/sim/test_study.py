@@ -187,6 +187,26 @@ def test_every_mistake_of_a_file_is_told(tmp_path: Path) -> None:
         assert any(one.strip().startswith(f"{mistake}: ") for one in lines), mistake
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("machine.flops = 1", "machine.flops = 1: unknown key; known: file, target_pass, free_rows, draft_pass"),
+        ("tenants.a.prompt_tokens = {mean = 1, x = 2}", "tenants.a.prompt_tokens.x = 2: unknown key; known: mean, cv"),
+        ("tenants.a.prompt_tokens = {cv = 1}", "tenants.a.prompt_tokens.mean: must be given"),
+        ("tenants.a.prompt_tokens = 3", "tenants.a.prompt_tokens = 3: must be a table"),
+        ("tenants.a.deadline = 3", "tenants.a.deadline = 3: must be a list"),
+        ("tenants.a.deadline = [1]", "tenants.a.deadline.1: must be given"),
+        ("tenants.a.deadline = [1, 2, 3]", "tenants.a.deadline = [1, 2, 3]: must have at most 2 items"),
+        ("arrivals.file = 3", "arrivals.file = 3: must be a path"),
+    ],
+)
+def test_mistakes_are_told_in_the_words_of_toml(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        read_simulation(write(tmp_path / "bad.toml", text))
+    [_, line] = str(caught.value).splitlines()
+    assert line.strip().startswith(said)
+
+
 @pytest.mark.parametrize(("text", "told"), [(None, "readable file"), ("{}", "a cost model"), ("?", "a cost model")])
 def test_a_machine_that_is_none(tmp_path: Path, text: str | None, told: str) -> None:
     if text is not None:

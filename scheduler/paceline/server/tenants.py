@@ -62,3 +62,11 @@ class ServedTenants:
         self._file = file
         self._gate.use(file)
         self._engine.scheduler.tenants.set_policies(file.policies, file.default_policy)
+        self._warn_of_models(file, self._engine.model_name)
+
+    def _warn_of_models(self, file: TenantsFile, served: str) -> None:
+        """A name that is misspelt would keep a tenant out, and say nothing until it asks."""
+        tables = {"default": file.default, **{f"tenants.{name}": table for name, table in file.tenants.items()}}
+        for place, table in tables.items():
+            if unknown := sorted((table.models or frozenset()) - {served}):
+                logger.warning("%s.models: not served here: %s; there is %r", place, ", ".join(unknown), served)
