@@ -40,6 +40,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich's tables cut the names of options where the terminal is narrow
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_app, name="bench")
 keys_app = typer.Typer(help="API keys.", no_args_is_help=True)
@@ -241,7 +243,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.command()
+@app.command(short_help="Serve a model over gRPC.")
 @with_options("settings", engine_settings)
 def serve(
     settings: Callable[[], EngineSettings],
@@ -299,7 +301,7 @@ def serve(
     run_server(lambda: build_engine(built), served)
 
 
-@keys_app.command("new")
+@keys_app.command("new", short_help="Print a new API key, and the line that lets it in.")
 def new_key() -> None:
     """Print a new API key, and the line that lets it in: into the tenants file, under whose it is."""
     from paceline.server.auth import hash_key, make_key
@@ -310,7 +312,7 @@ def new_key() -> None:
     print("The key is shown this once; the tenants file needs the second line alone.", file=sys.stderr)
 
 
-@app.command()
+@app.command(short_help="Complete prompts, offline or by a server.")
 @with_options("connection", client_options)
 @with_options("settings", engine_settings)
 def generate(
@@ -318,7 +320,15 @@ def generate(
     settings: Callable[[], EngineSettings],
     connection: Callable[[], ClientOptions],
     model: str,
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Completed together, as one batch.")],
+    draft: str,
+    depth: str,
+    prompts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROMPT...",
+            help="Completed together, as one batch; - is what stdin has, without a line break at its end.",
+        ),
+    ],
     max_tokens: Annotated[int, typer.Option(metavar="TOKENS", help="Completion tokens at most.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy (the model's default).")] = None,
     top_p: Annotated[float | None, typer.Option(help="In (0, 1] (the model's default).")] = None,
@@ -336,6 +346,8 @@ def generate(
     server: Server = None,
 ) -> None:
     """Complete prompts as one batch, offline or by a server; texts stream to the terminal in the prompts' order."""
+    _check_effect(context, server, draft, depth)
+    prompts = [_from_stdin() if prompt == "-" else prompt for prompt in prompts]
     terminal = _InTurn([prompt for prompt in prompts for _ in range(n)])
     options: Any = {
         "n": n,
@@ -352,10 +364,7 @@ def generate(
     if server is not None:
         from paceline.terminal import complete_prompts
 
-        given = [name for name in inspect.signature(engine_settings).parameters if _is_given(context, name)]
-        if wrong := [f"--{name.replace('_', '-')}" for name in given if name != "model"]:
-            raise InvalidArgument("server", server, f"given without {', '.join(wrong)}: a server has its own settings")
-        options["model"] = model if given else ""
+        options["model"] = model if _is_written(context, "model") else ""
         complete_prompts(server, connection(), prompts, options, terminal)
         return
     from paceline.llm import LLM
@@ -365,13 +374,39 @@ def generate(
     llm.generate(prompts, on_text=terminal.add, on_finish=terminal.finish, **options)
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
-    """An option was written, not left to its default."""
+def _check_effect(context: typer.Context, server: str | None, draft: str, depth: str) -> None:
+    """No option of `generate` is taken that would do nothing. Raises InvalidArgument."""
+    reach = _written(context, client_options)
+    if server is None and reach:
+        raise InvalidArgument("server", server, f"given with {', '.join(reach)}: that is how one is reached")
+    own = [option for option in _written(context, engine_settings) if option != "--model"]
+    if server is not None and own:
+        raise InvalidArgument("server", server, f"given without {', '.join(own)}: a server has its own settings")
+    depths = [option for option in own if option in ("--min-depth", "--max-depth")]
+    if depth.isdecimal() and int(depth) > 0:
+        depths.append("--depth")
+    if draft == "none" and depths:
+        raise InvalidArgument("draft", draft, f"a model or ngram with {', '.join(depths)}: else nobody drafts")
+
+
+def _written(context: typer.Context, options: Callable[..., Any]) -> list[str]:
+    """Those of the options that a function declares that stand on the command line."""
+    names = inspect.signature(options).parameters
+    return [f"--{name.replace('_', '-')}" for name in names if _is_written(context, name)]
+
+
+def _is_written(context: typer.Context, name: str) -> bool:
+    """It was not left to its default, nor to the environment."""
     source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
+    return source is not None and source.name == "COMMANDLINE"
 
 
-@app.command()
+def _from_stdin() -> str:
+    """What is not UTF-8 becomes what it becomes in an argument, which is refused as such."""
+    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
+
+
+@app.command(short_help="Chat with a model that a server serves.")
 @with_options("connection", client_options)
 def chat(
     connection: Callable[[], ClientOptions],
@@ -405,7 +440,7 @@ def chat(
         ).run()
 
 
-@app.command()
+@app.command(short_help="Say what this machine has for serving.")
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

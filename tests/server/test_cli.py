@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from paceline import __version__
 from paceline.cli import _InTurn, app, main, parse_size
+from paceline.errors import InvalidArgument
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
 from support.checkpoints import tiny_checkpoint
@@ -86,6 +87,20 @@ def test_both_commands_have_the_engine_options(command: str) -> None:
         assert f"--{option}" in text
 
 
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["generate"], ["chat"], ["bench"], ["bench", "depth"], ["keys", "new"]]
+)
+def test_help_is_short_to_ask_for_and_cuts_no_option_at_80_columns(command: list[str]) -> None:
+    asked = [CliRunner().invoke(app, [*command, flag], env={"COLUMNS": "80"}) for flag in ("-h", "--help")]
+    assert (asked[0].exit_code, asked[0].output) == (0, asked[1].output)
+    assert "Usage: " in asked[0].output
+    assert all(len(line) <= 80 for line in asked[0].output.splitlines())
+    assert not re.search(r"--\S*…", asked[0].output)
+    if command == ["serve"]:
+        for name in ("max-num-batched-tokens", "long-prefill-threshold", "draft-quantization", "max-message-size"):
+            assert f"--{name} " in asked[0].output
+
+
 # -- generate ---------------------------------------------------------------------------------------------------------
 
 
@@ -97,6 +112,24 @@ def test_one_prompt_streams(checkpoint: str) -> None:
     assert result.output == again.output
     assert result.output.endswith("\n")
     assert result.output.strip()
+
+
+@pytest.mark.parametrize(("typed", "prompt"), [("A line", "A line"), ("A line\n", "A line"), ("A\n\n", "A\n")])
+def test_a_prompt_from_stdin(checkpoint: str, typed: str, prompt: str) -> None:
+    options = ["--model", checkpoint, *SMALL, "--max-tokens", "5", "--temperature", "0"]
+    read = CliRunner().invoke(app, ["generate", "-", *options], input=typed)
+    assert (read.exit_code, read.output) == (0, CliRunner().invoke(app, ["generate", prompt, *options]).output)
+
+
+def test_what_stdin_has_must_be_text(checkpoint: str) -> None:
+    result = CliRunner().invoke(app, ["generate", "-", "--model", checkpoint, *SMALL], input=b"caf\xe9")
+    assert isinstance(result.exception, InvalidArgument)
+    assert "prompt_text = '\\udce9'" in str(result.exception)
+
+
+def test_a_key_in_the_environment_disturbs_nothing(checkpoint: str) -> None:
+    options = ["--model", checkpoint, *SMALL, "--max-tokens", "5", "--temperature", "0"]
+    assert CliRunner().invoke(app, ["generate", "x", *options], env={"PACELINE_API_KEY": "k"}).exit_code == 0
 
 
 def test_a_seed_makes_it_again(checkpoint: str) -> None:
@@ -162,6 +195,10 @@ def test_several_prompts_come_in_turn(checkpoint: str) -> None:
         (["x", "--json-schema", '{"type": 3}'], "structured.json_schema = "),
         (["x", "--max-logprobs", "-1"], "max_logprobs = -1"),
         (["x", "--depth", "deep"], "depth = 'deep'"),
+        (["x", "--depth", "3"], "draft = 'none': must be a model or ngram with --depth: else nobody drafts"),
+        (["x", "--min-depth", "1", "--max-depth", "2"], "a model or ngram with --min-depth, --max-depth: else"),
+        (["x", "--api-key", "foo", "--tls"], "server = None: must be given with --api-key, --tls: that is how one is"),
+        (["x", "--server", "127.0.0.1"], "target = '127.0.0.1'"),
         (["x", "--dtype", "int4"], "dtype = 'int4'"),
         ([""], "prompt_text = ''"),
         (["caf\udce9"], "prompt_text = '\\udce9'"),  # how Python passes on an argument that is not UTF-8
@@ -174,13 +211,15 @@ def test_bad_values_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["paceline", "generate", "--model", checkpoint, *SMALL, *arguments])
+    own = [] if "--server" in arguments else SMALL
+    monkeypatch.setattr(sys, "argv", ["paceline", "generate", "--model", checkpoint, *own, *arguments])
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("paceline: ")
     assert said in error
+    assert "foo" not in error
     assert error.count("\n") == 1
 
 
@@ -287,6 +326,6 @@ def test_port_that_is_taken(serve: Callable[..., subprocess.Popen[str]]) -> None
         process = serve("--port", str(port))
         output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
-    assert f"paceline: cannot listen on 127.0.0.1:{port}" in errors
-    assert "Traceback" not in errors
+    # Nothing of gRPC's own, which would be no line of a log.
+    assert errors == f"paceline: cannot listen on 127.0.0.1:{port}: in use, not allowed, or not this machine's\n"
     assert output == ""
