@@ -273,6 +273,9 @@ def serve(
     ] = None,
     metrics_host: Annotated[str, typer.Option(help="Address to serve them on.")] = "127.0.0.1",
     log_format: Annotated[str, typer.Option(metavar="text|json", help="Of the log, on stderr.")] = "text",
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What clients call the model (the name of its directory).")
+    ] = None,
 ) -> None:
     """Serve a model over gRPC; prints `serving on HOST:PORT` once it can answer. Keys and TLS: docs/security.md."""
     from paceline.server import ServerSettings, run_server
@@ -296,7 +299,7 @@ def serve(
         log_format=log_format,
         tenants=tenants,
     )
-    built = replace(settings(), take_memory=True)
+    built = replace(settings(), take_memory=True, served_model_name=served_model_name)
     configure(log_format)
     run_server(lambda: build_engine(built), served)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,8 +35,7 @@ from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import Drafter, KVCache, ModelRunner
 from paceline.speculation import DraftModel, Ngram
 from paceline.structured import LLGuidanceCompiler
-from paceline_kernels.cpu import decoder
-from paceline_kernels.cpu.memory import free_memory
+from paceline_kernels.cpu import decoder, memory
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ BACKENDS = ("auto", "native", "torch")
 QUANTIZATIONS = ("none", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFF = "off"
+SERVED_NAME = re.compile(r"[!-~]{1,128}")
+HUB_PREFIX = "models--"  # of the directory in which the hub's cache keeps a model
 PROFILE_SECONDS = 16.0  # at most, to measure what steps cost
 DEFAULT_MEMORY_SHARE = 0.25  # of the memory that is free at start, for KV
 
@@ -68,6 +72,8 @@ class EngineSettings:
         max_logprobs: alternatives that a request may ask for at each token.
         prefix_cache: whose KV is kept and found again: "tenant" (of the same tenant), "shared" (of everybody) or "off".
         watermark, long_prefill_threshold, max_step_seconds, max_slowdown, max_queued: as in `SchedulerConfig`.
+        served_model_name: what clients call the model; None takes the name of its directory, or ORG/NAME of one in the
+            hub's cache.
     """
 
     model: str = "demo"
@@ -97,6 +103,7 @@ class EngineSettings:
     max_step_seconds: float | None = None
     max_slowdown: float = 1.1
     max_queued: int = 4096
+    served_model_name: str | None = None
 
 
 def build_engine(settings: EngineSettings) -> Engine:
@@ -115,6 +122,10 @@ def build_engine(settings: EngineSettings) -> Engine:
         raise InvalidArgument("prefix_cache", settings.prefix_cache, ", ".join(PrefixScope))
     if settings.dtype != "auto" and settings.dtype not in DTYPES:
         raise InvalidArgument("dtype", settings.dtype, "auto, float32 or bfloat16")
+    if settings.served_model_name is not None and not SERVED_NAME.fullmatch(settings.served_model_name):
+        allowed = "1 to 128 printable ASCII characters without blanks"
+        raise InvalidArgument("served_model_name", settings.served_model_name, allowed)
+    logger.info("loading model %s, draft %s", settings.model, settings.draft)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _set_threads(settings.threads)
     native = _choose_native(settings, device)
@@ -128,7 +139,8 @@ def build_engine(settings: EngineSettings) -> Engine:
     if draft_config is not None and draft_path is not None:
         _check_pair(settings, config, draft_config, tokenizer.get_vocab(), load_tokenizer(draft_path).get_vocab())
     max_model_len = _choose_max_model_len(settings, config)
-    num_blocks = _choose_num_blocks(settings, config, draft_config, max_model_len, dtype, device, native)
+    per_block = _bytes_per_block(settings.block_size, config, draft_config, dtype, native)
+    num_blocks = _choose_num_blocks(settings, per_block, max_model_len, device)
     scheduler_config = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=settings.block_size,
@@ -154,7 +166,11 @@ def build_engine(settings: EngineSettings) -> Engine:
         return load_native(path, dtype, int8=quantization == "int8") if native else load_model(path, dtype, device)
 
     def kv_cache(model: Model) -> KVCache:
-        cache = KVCache(model, num_blocks, settings.block_size)
+        try:
+            cache = KVCache(model, num_blocks, settings.block_size)
+        except (OSError, torch.OutOfMemoryError) as error:
+            allowed = f"a size that the system gives: of {num_blocks * per_block} bytes it says {error}"
+            raise InvalidArgument("kv_cache_memory", settings.kv_cache_memory, allowed) from error
         if settings.take_memory:
             cache.take_memory()
         return cache
@@ -170,7 +186,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         Scheduler(scheduler_config, SpeculationControl(FixedDepth(depth or 0))),
         runner,
         TransformersTokenizer(tokenizer),
-        model_name=settings.model if settings.model == "demo" else model_path.resolve().name,
+        model_name=settings.served_model_name or _model_name(settings.model, model_path),
         vocab_size=config.vocab_size,
         methods=drafters,
         default_sampling=_default_sampling(config),
@@ -194,7 +210,30 @@ def build_engine(settings: EngineSettings) -> Engine:
         engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=max_depth), costs)
     # After the warm-up, whose requests are no tenant's.
     engine.scheduler.tenants.set_policies(settings.tenants, settings.default_tenant)
+    backend = "native" if native else f"torch on {device}"
+    _log_choices(engine, settings, dtype, backend, num_blocks * per_block)
     return engine
+
+
+def _log_choices(engine: Engine, settings: EngineSettings, dtype: torch.dtype, backend: str, kv_bytes: int) -> None:
+    """What was asked for, and what it came to."""
+    config = engine.scheduler.config
+    chosen = {
+        "model": engine.model_name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "backend": backend,
+        "threads": torch.get_num_threads(),
+        "quantization": settings.quantization,
+        "draft_quantization": settings.draft_quantization,
+        "max_model_len": config.max_model_len,
+        "kv_blocks": config.num_blocks,
+        "kv_bytes": kv_bytes,
+        "drafters": " ".join(method for method in Method if method in engine.methods and method is not Method.NONE),
+        "default_drafter": config.method.value,
+        "depth": settings.depth,
+    }
+    text = ", ".join(f"{name} = {value or 'none'}" for name, value in chosen.items())
+    logger.info("loaded: %s", text, extra={"fields": chosen})
 
 
 def _costs(key: str, runner: ModelRunner, config: SchedulerConfig) -> CostModel:
@@ -269,6 +308,14 @@ def _model_path(name: str) -> Path:
     return demo.TARGET if name == "demo" else Path(name)
 
 
+def _model_name(name: str, path: Path) -> str:
+    if name == "demo":
+        return name
+    path = path.resolve()
+    home = path.parents[1].name if path.parent.name == "snapshots" else ""
+    return home.removeprefix(HUB_PREFIX).replace("--", "/") if home.startswith(HUB_PREFIX) else path.name
+
+
 def _draft_path(name: str) -> Path | None:
     if name in ("none", "ngram"):
         return None
@@ -325,27 +372,27 @@ def _choose_max_model_len(settings: EngineSettings, config: ModelConfig) -> int:
     return settings.max_model_len
 
 
-def _choose_num_blocks(
-    settings: EngineSettings,
-    config: ModelConfig,
-    draft: ModelConfig | None,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    native: bool,
+def _bytes_per_block(
+    size: int, config: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype, native: bool
 ) -> int:
-    """Blocks that the KV memory holds; at least one request of full length must fit."""
-    size = settings.block_size
+    """Of target and draft KV together."""
     if size < 1:
         raise InvalidArgument("block_size", size, "an integer >= 1")
     lanes = NativeDecoder.kv_lanes if native else 1
-    per_block = sum(KVCache.bytes_per_block(c, size, dtype, lanes) for c in (config, draft) if c is not None)
-    needed = -(-max_model_len // size)
+    return sum(KVCache.bytes_per_block(c, size, dtype, lanes) for c in (config, draft) if c is not None)
+
+
+def _choose_num_blocks(settings: EngineSettings, per_block: int, max_model_len: int, device: torch.device) -> int:
+    """Blocks that the KV memory holds; at least one request of full length must fit."""
+    needed = -(-max_model_len // settings.block_size)
     if settings.kv_cache_memory is None:
         # Never more than every running request could use.
         return max(
             needed, min(needed * settings.max_num_seqs, int(_free_memory(device) * DEFAULT_MEMORY_SHARE) // per_block)
         )
+    if settings.kv_cache_memory > (total := _total_memory(device)):
+        allowed = f"at most {total} bytes, which is all that this machine or its container has"
+        raise InvalidArgument("kv_cache_memory", settings.kv_cache_memory, allowed)
     num_blocks = settings.kv_cache_memory // per_block
     if num_blocks < needed:
         raise InvalidArgument(
@@ -358,7 +405,17 @@ def _choose_num_blocks(
 
 def _free_memory(device: torch.device) -> int:
     """Bytes."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory.free_memory()
+
+
+def _total_memory(device: torch.device) -> int:
+    """Bytes that there are, held or not; on CPUs no more than a container may have."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no control groups of version 2, or no limit, which is the word "max"
+        total = min(total, int((memory.CGROUP / "memory.max").read_text()))
+    return total
 
 
 def _default_sampling(config: ModelConfig) -> SamplingParams:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from paceline import wiring
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 from paceline.llm import LLM
-from paceline.runner import ModelRunner
+from paceline.runner import KVCache, ModelRunner
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import memory
 from support.checkpoints import tiny_checkpoint
@@ -164,3 +168,56 @@ def test_a_container_s_limit_bounds_kv_memory(
     assert isinstance(engine.runner, ModelRunner)
     held = sum(layer.nbytes for cache in engine.runner.kv_cache for layer in cache)
     assert held <= taken if taken is not None else held > 64 << 20
+
+
+def test_no_more_kv_memory_than_a_container_has(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(f"{32 << 20}\n")
+    build_engine(EngineSettings(*pair, kv_cache_memory=32 << 20))
+    with pytest.raises(InvalidArgument, match=f"kv_cache_memory = {33 << 20}: must be at most {32 << 20} bytes, which"):
+        build_engine(EngineSettings(*pair, kv_cache_memory=33 << 20))
+
+
+def test_kv_memory_that_the_system_refuses(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(wiring, "KVCache", refuse)
+    monkeypatch.setattr(refuse, "bytes_per_block", KVCache.bytes_per_block, raising=False)
+    with pytest.raises(InvalidArgument, match=r"kv_cache_memory = None: must be a size .*Cannot allocate memory"):
+        build_engine(EngineSettings(*pair))
+
+
+def test_a_model_is_called_by_its_directory_unless_named(pair: tuple[str, str], tmp_path: Path) -> None:
+    hub = tmp_path / "models--org--a-model" / "snapshots" / "0123abc"
+    plain = tmp_path / "snapshots" / "mine"
+    for directory in (hub, plain):
+        shutil.copytree(pair[0], directory)
+    names = [build_engine(EngineSettings(model=str(directory))).model_name for directory in (hub, plain)]
+    assert names == ["org/a-model", "mine"]
+    assert build_engine(EngineSettings(model=str(hub), served_model_name="x/y")).model_name == "x/y"
+
+
+@pytest.mark.parametrize("name", ["", "two words", "x" * 129, "caf\u00e9"])
+def test_names_that_no_model_may_have(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"served_model_name = .*: must be 1 to 128 printable ASCII characters"):
+        build_engine(EngineSettings(served_model_name=name))
+
+
+def test_what_was_chosen_is_logged(pair: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "paceline.wiring"):
+        engine = build_engine(EngineSettings(*pair, dtype="float32", backend="torch", depth="2"))
+    first, last = (record for record in caplog.records if record.name == "paceline.wiring")
+    assert first.getMessage() == f"loading model {pair[0]}, draft {pair[1]}"
+    blocks = engine.scheduler.config.num_blocks
+    assert isinstance(engine.runner, ModelRunner)
+    assert last.getMessage() == (
+        f"loaded: model = {engine.model_name}, dtype = float32, backend = torch on cpu, "
+        f"threads = {torch.get_num_threads()}, "
+        "quantization = none, draft_quantization = none, max_model_len = 512, "
+        f"kv_blocks = {blocks}, kv_bytes = {blocks * 2 * 2 * 2 * 16 * 2 * 16 * 4}, drafters = ngram draft_model, "
+        "default_drafter = draft_model, depth = 2"
+    )
+    assert vars(last)["fields"]["kv_blocks"] == blocks

@@ -212,7 +212,7 @@ def test_contradictions_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["paceline", "generate", "x", "--model", pair[0], *options])
+    monkeypatch.setattr(sys, "argv", ["paceline", "generate", "x", "--model", pair[0], "--draft", "ngram", *options])
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from paceline import __version__
 from paceline.cli import _InTurn, app, main, parse_size
-from paceline.errors import InvalidArgument
+from paceline.client import Client
+from paceline.errors import InvalidArgument, NotFound
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
 from support.checkpoints import tiny_checkpoint
@@ -200,6 +201,7 @@ def test_several_prompts_come_in_turn(checkpoint: str) -> None:
         (["x", "--api-key", "foo", "--tls"], "server = None: must be given with --api-key, --tls: that is how one is"),
         (["x", "--server", "127.0.0.1"], "target = '127.0.0.1'"),
         (["x", "--dtype", "int4"], "dtype = 'int4'"),
+        (["x", "--kv-cache-memory", "10TiB"], "kv_cache_memory = 10995116277760: must be at most "),
         ([""], "prompt_text = ''"),
         (["caf\udce9"], "prompt_text = '\\udce9'"),  # how Python passes on an argument that is not UTF-8
     ],
@@ -286,6 +288,23 @@ def test_serves_and_stops_gracefully(serve: Callable[..., subprocess.Popen[str]]
     assert process.returncode == 0, errors
     assert output == "", "stdout is one line"
     assert "Traceback" not in errors
+
+
+def test_tells_what_it_serves_and_by_what_name(serve: Callable[..., subprocess.Popen[str]], checkpoint: str) -> None:
+    process = serve("--port", "0", "--log-format", "json", "--served-model-name", "acme/line-1")
+    with Client(address_of(process)) as client:
+        assert [model.name for model in client.models()] == ["acme/line-1"]
+        assert client.complete("A line", model="acme/line-1", max_tokens=2).token_ids
+        with pytest.raises(NotFound):
+            client.complete("A line", model=Path(checkpoint).name, max_tokens=2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=PATIENCE)
+    lines = [json.loads(line) for line in errors.splitlines()]
+    loading, loaded = (line for line in lines if line["logger"] == "paceline.wiring")
+    assert loading["message"] == f"loading model {checkpoint}, draft none"
+    assert loaded["message"].startswith("loaded: model = acme/line-1, dtype = float32, backend = ")
+    assert (loaded["level"], loaded["model"], loaded["drafters"]) == ("INFO", "acme/line-1", "ngram")
+    assert loaded["kv_bytes"] <= 4 << 20
 
 
 def test_all_kv_memory_is_taken_before_anybody_is_served(serve: Callable[..., subprocess.Popen[str]]) -> None:
