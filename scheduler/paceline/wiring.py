@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -35,7 +33,8 @@ from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import Drafter, KVCache, ModelRunner
 from paceline.speculation import DraftModel, Ngram
 from paceline.structured import LLGuidanceCompiler
-from paceline_kernels.cpu import decoder, memory
+from paceline_kernels.cpu import decoder
+from paceline_kernels.cpu.memory import free_memory, total_memory
 
 logger = logging.getLogger(__name__)
 
@@ -405,17 +404,12 @@ def _choose_num_blocks(settings: EngineSettings, per_block: int, max_model_len: 
 
 def _free_memory(device: torch.device) -> int:
     """Bytes."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory.free_memory()
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
 
 
 def _total_memory(device: torch.device) -> int:
-    """Bytes that there are, held or not; on CPUs no more than a container may have."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no control groups of version 2, or no limit, which is the word "max"
-        total = min(total, int((memory.CGROUP / "memory.max").read_text()))
-    return total
+    """Bytes, held or not."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else total_memory()
 
 
 def _default_sampling(config: ModelConfig) -> SamplingParams:

@@ -223,7 +223,7 @@ class TestRefused:
     def test_a_method_that_is_not_loaded(self) -> None:
         engine = make_engine(method=Method.NGRAM)
         request = replace(make_request(), speculation=SpeculationParams(Method.DRAFT_MODEL))
-        with pytest.raises(FailedPrecondition, match=r"speculation\.mode = draft_model.*ngram, none"):
+        with pytest.raises(FailedPrecondition, match=r"speculation\.mode = draft_model.*ngram, off"):
             engine.add(request)
 
     def test_what_can_never_fit(self) -> None:

@@ -40,15 +40,29 @@ def free_memory() -> int:
     return free if left is None else min(free, left)
 
 
+def total_memory() -> int:
+    """Bytes that this machine has, and no more than a container may have, held or not."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _of_container("memory.max")
+    return total if limit is None else min(total, limit)
+
+
+def _of_container(name: str) -> int | None:
+    """Bytes by that file; None without a limit, or without control groups of version 2."""
+    try:
+        return int((CGROUP / name).read_text())
+    except (OSError, ValueError):  # no limit is the word "max"
+        return None
+
+
 def _left_of_container() -> int | None:
-    """None without a limit, or without control groups of version 2.
+    """None without a limit.
 
     Files that were read or written count as used there, and loading a model reads many. The kernel gives these pages
     back before it refuses memory, the active ones too, as it reckons in MemAvailable; so they are free here.
     """
-    try:
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no limit is the word "max"
+    limit, used = _of_container("memory.max"), _of_container("memory.current")
+    if limit is None or used is None:
         return None
     return max(0, limit - max(0, used - _file_pages()))
 
