@@ -53,7 +53,7 @@ JsonOut = Annotated[
 app = typer.Typer(help="Measure the engine against itself, in one run.", no_args_is_help=True)
 
 
-@app.command()
+@app.command(short_help="Decode and whole runs by streams and depth.")
 def throughput(
     model: Model = "demo",
     draft: Draft = "demo",
@@ -91,7 +91,7 @@ def throughput(
         write_json(json_out, to_json(cells, settings))
 
 
-@app.command()
+@app.command(short_help="Cost of sampling, in reads of its logits.")
 def sampling(
     requests: Annotated[int, typer.Option(min=1, help="Sequences in the step.")] = 64,
     depth: Annotated[int, typer.Option(min=1, help="Drafts of each.")] = 4,
@@ -104,7 +104,7 @@ def sampling(
     render(measure(requests, depth, vocab, rounds), title=f"{requests} requests, depth {depth}, vocabulary {vocab}")
 
 
-@app.command()
+@app.command(short_help="Drafts kept by each verification rule.")
 def acceptance(
     model: Model = "demo",
     draft: Annotated[str, typer.Option(help="Draft directory, or demo.")] = "demo",
@@ -130,7 +130,7 @@ def acceptance(
     render(cells, title=f"{model} with draft {draft}, depth {depth}, {len(cells[0].tallies)} requests a rule")
 
 
-@app.command()
+@app.command(short_help="What a JSON schema adds to a step.")
 def grammar(
     model: Model = "demo",
     draft: Draft = "demo",
@@ -152,7 +152,7 @@ def grammar(
     render(cells, title=f"{model} with draft {draft}, {streams} streams")
 
 
-@app.command()
+@app.command(short_help="auto against fixed depths and other rules.")
 def depth(
     model: Model = "demo",
     draft: Draft = "demo",
@@ -232,7 +232,7 @@ def depth(
     render(cells, title=title)
 
 
-@app.command()
+@app.command(short_help="Load that swings between few and many streams.")
 def swing(
     model: Model = "demo",
     draft: Draft = "demo",
@@ -286,7 +286,7 @@ def swing(
         write_json(json_out, to_json(rides, described))
 
 
-@app.command()
+@app.command(short_help="Acceptance as predicted, against observed.")
 def calibration(
     model: Model = "demo",
     draft: Annotated[str, typer.Option(help="Draft directory, demo or ngram.")] = "demo",
@@ -323,7 +323,7 @@ def calibration(
         plot(measured, title, plot_out)
 
 
-@app.command()
+@app.command(short_help="Rules for the depth, in simulation.")
 def policy(
     acceptance: Annotated[
         str, typer.Option(help="Chance of each draft, comma-separated; 0.3/0.9 for requests of two classes.")
@@ -359,7 +359,7 @@ def policy(
         plot(cells, title, plot_out)
 
 
-@app.command()
+@app.command(short_help="Served streams against offline ones.")
 def serving(
     model: Model = "demo",
     draft: Draft = "demo",
@@ -381,7 +381,7 @@ def serving(
     render(cells, title=f"{model} with draft {draft}: {max_tokens} tokens a stream")
 
 
-@app.command()
+@app.command(short_help="The native backend against torch.")
 def backends(
     model: Model = "demo",
     draft: Draft = "demo",
@@ -409,7 +409,7 @@ def backends(
     render(cells, title=f"{model} with draft {draft}, {dtype}: {max_tokens} tokens a stream")
 
 
-@app.command()
+@app.command(short_help="How near the kernels come to this machine's limits.")
 def limits(
     model: Model = "demo",
     draft: Annotated[str, typer.Option(help="Draft directory, or demo.")] = "demo",
@@ -433,7 +433,7 @@ def limits(
         write_json(json_out, to_json(measured, said))
 
 
-@app.command()
+@app.command(short_help="What int8 weights cost.")
 def quantization(
     model: Model = "demo",
     draft: Annotated[str, typer.Option(help="Draft directory, or demo.")] = "demo",
@@ -465,7 +465,7 @@ def quantization(
         write_json(json_out, {"settings": settings, **summary(accuracies, lengths)})
 
 
-@app.command()
+@app.command(short_help="The scheduler's own time per step.")
 def core(
     running: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 256,
     waiting: Annotated[str, typer.Option(help="Requests in queues, comma-separated.")] = "10,10000,100000",
