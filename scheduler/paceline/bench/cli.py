@@ -245,7 +245,9 @@ def swing(
     ] = "off,1,2,3,4,5,6,auto",
     method: Drafter = "auto",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="To which prompts are cut.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens, after which a new stream begins.")] = 256,
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="Of the longest stream, after which a new one begins; others have half or more.")
+    ] = 256,
     dtype: Dtype = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     synthetic: Synthetic = None,

@@ -24,6 +24,7 @@ from paceline.core.speculation import SpeculationControl
 from paceline.engine import Engine, GenerationRequest
 
 WARM_UP_SECONDS = 3.0
+GOLDEN = 0.618034  # whose multiples are spread evenly over 0..1, however many there are
 WINDOW = 0.5  # seconds over which a depth is averaged
 STAY = 1.0  # seconds near its level, after which a depth counts as settled
 NEAR_SHARE, NEAR_DRAFTS = 0.25, 0.5  # of the level, whichever allows more
@@ -185,16 +186,20 @@ def measure(
     Args:
         sizes: numbers of streams, by phase.
         prompt_tokens: to which prompts are cut.
+        max_tokens: of the longest completion, the shortest has half of it. All those that a phase begins with would end
+            at once, and whoever is ahead would read their successors' prompts while others still decode.
 
     Raises:
         InvalidArgument, FailedPrecondition: a setting that the engine refuses, or more than its KV pool has room for.
     """
     encoded = [engine.prepare(GenerationRequest(prompt)).prompt_token_ids[:prompt_tokens] for prompt in prompts]
     check_room(engine, [prompt_tokens] * max(sizes), len(settings), max_tokens)
-    stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
 
     def loop(setting: Setting) -> ClosedLoop:
-        requests = (GenerationRequest(prompt, sampling, stop, setting.bounds) for prompt in itertools.cycle(encoded))
+        requests = (
+            GenerationRequest(prompt, sampling, _stop(max_tokens, number), setting.bounds)
+            for number, prompt in enumerate(itertools.cycle(encoded))
+        )
         return ClosedLoop(engine, setting.control(engine), requests)
 
     loops = [loop(setting) for setting in settings]
@@ -205,6 +210,11 @@ def measure(
         for each in loops:
             each.resize(0)
     return [Ride(setting, list(mine)) for setting, mine in zip(settings, zip(*phases, strict=True), strict=True)]
+
+
+def _stop(most: int, number: int) -> StopParams:
+    """Of the stream of that number, from 0."""
+    return StopParams(max_tokens=max(1, round(most * (1.0 - number * GOLDEN % 1.0 / 2))), ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
