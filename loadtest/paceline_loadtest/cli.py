@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from paceline.client import ClientOptions
+from paceline.command_options import client_options, with_options
 from paceline.errors import InvalidArgument
 from paceline.whole_file import check_file, write_json
 from paceline_loadtest.clients import Client, open_client
@@ -54,7 +56,9 @@ def _token_range(text: str) -> tuple[int, int]:
 
 
 @app.command()
+@with_options("connection", client_options)
 def load(
+    connection: Callable[[], ClientOptions],
     target: Annotated[str, typer.Option(help="Server, as HOST:PORT.")],
     request_rate: Annotated[float, typer.Option(help="Requests per second, or inf.")] = math.inf,
     burstiness: Annotated[float, typer.Option(help="Shape of the gaps: 1 is Poisson, inf is constant.")] = 1.0,
@@ -70,17 +74,6 @@ def load(
     timeout: Annotated[float | None, typer.Option(help="Deadline of each request in seconds.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the report here, as JSON.")] = None,
     metadata: Annotated[list[str] | None, typer.Option(help="KEY=VALUE to put into the JSON; repeatable.")] = None,
-    # As `paceline generate --server` has them.
-    api_key: Annotated[
-        str | None, typer.Option(envvar="PACELINE_API_KEY", metavar="KEY", help="For a server that asks for one.")
-    ] = None,
-    tls: Annotated[bool, typer.Option("--tls", help="Encrypt; trust the usual authorities.")] = False,
-    tls_ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Encrypt; trust these authorities.")] = None,
-    tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="Who the client is (mTLS).")] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
-    allow_plaintext_key: Annotated[
-        bool, typer.Option("--allow-plaintext-key", help="Send the key to another machine without TLS.")
-    ] = False,
 ) -> None:
     """Load a streaming LLM server and report latency, throughput and speculation.
 
@@ -103,14 +96,7 @@ def load(
         )
         if json_out is not None:
             check_file("json", json_out)
-        client = open_client(
-            target,
-            api_key=api_key,
-            tls=tls_ca or tls,
-            client_certificate=tls_cert,
-            client_key=tls_key,
-            allow_plaintext_key=allow_plaintext_key,
-        )
+        client = open_client(target, **connection())
         workload = plan(config, load_prompts(prompts))
         report = _event_loop()(_run(client, workload))
         console.print(render(report))

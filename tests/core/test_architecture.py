@@ -26,6 +26,7 @@ PLANS = (
 )
 ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.errors": (),
+    "paceline.command_options": ("paceline.client",),
     "paceline.options": (),
     "paceline.compiled": ("paceline.core.scheduler",),
     "paceline.core": (),
@@ -42,7 +43,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.client": ("paceline.options", "paceline.v1"),
     "paceline.v1": (),
     "paceline_kernels": (),
-    "paceline_loadtest": ("paceline.v1", "paceline.client", "paceline.whole_file"),
+    "paceline_loadtest": ("paceline.v1", "paceline.client", "paceline.command_options", "paceline.whole_file"),
     # Entry points: they alone wire concrete classes together.
     "paceline.wiring": ANYTHING,
     "paceline.llm": ANYTHING,

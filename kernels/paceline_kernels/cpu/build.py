@@ -76,12 +76,15 @@ def _found(name: str, march: str) -> ctypes.CDLL | str:
 def _load(name: str, march: str) -> ctypes.CDLL:
     library = build(name, march)
     try:
-        return ctypes.CDLL(str(library))
-    except OSError as error:
+        return _open(library)
+    except BuildError as error:
         if not _discard(library):
-            raise BuildError(f"{library} cannot be loaded: {error}") from error
-        logger.warning("paceline: %s is compiled anew, for what was kept cannot be loaded: %s", name, error)
-    library = build(name, march)
+            raise
+        logger.warning("paceline: %s is compiled anew, for %s", name, error)
+    return _open(build(name, march))
+
+
+def _open(library: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:

@@ -535,10 +535,10 @@ class Scheduler:
         in any case: the policy may have been another one when it came.
         """
         most = tenant.policy.max_blocks
-        others = [] if most is None else [one for one in self.running.values() if one.tenant == tenant.name]
-        if most is None or not others:
+        if most is None:
             return True
-        return sum(self.config.blocks_for(one.max_total_tokens) for one in [request, *others]) <= most
+        others = [one for one in self.running.values() if one.tenant == tenant.name]
+        return not others or sum(self.config.blocks_for(one.max_total_tokens) for one in [request, *others]) <= most
 
     def _has_room(self, blocks: int) -> bool:
         """A place in the batch and so many free blocks, beside those that are kept back while others run."""

@@ -1,0 +1,60 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.client import ClientOptions
+
+
+def client_options(
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PACELINE_API_KEY", metavar="KEY", help="For a server that asks for one.")
+    ] = None,
+    tls: Annotated[bool, typer.Option("--tls", help="Encrypt; trust the usual authorities.")] = False,
+    tls_ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Encrypt; trust these authorities.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="Who the client is (mTLS).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
+    allow_plaintext_key: Annotated[
+        bool, typer.Option("--allow-plaintext-key", help="Send the key to another machine without TLS.")
+    ] = False,
+) -> ClientOptions:
+    """How to reach a server, as the options say."""
+    return {
+        "api_key": api_key,
+        "tls": tls_ca or tls,
+        "client_certificate": tls_cert,
+        "client_key": tls_key,
+        "allow_plaintext_key": allow_plaintext_key,
+    }
+
+
+def with_options(parameter: str, options: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a parameter of a command by the options that a function declares: the command gets that function, to be
+    called without arguments. A parameter of the name of one of the options gets its value, too.
+    """
+    names = {"EngineSettings": object, "ClientOptions": object}
+    shared = inspect.signature(options, eval_str=True, locals=names).parameters
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True, locals=names).parameters
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            called = functools.partial(options, **{name: values[name] for name in shared})
+            command(**{parameter: called}, **{name: values[name] for name in own if name != parameter})
+
+        parameters = [p for name, p in own.items() if name not in {parameter, *shared}] + list(shared.values())
+        keyword_only = inspect.Parameter.KEYWORD_ONLY
+        run.__signature__ = inspect.Signature([p.replace(kind=keyword_only) for p in parameters])  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
