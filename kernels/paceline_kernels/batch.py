@@ -29,6 +29,9 @@ class PagedBatch:
     context_lens: Tensor  # [num_seqs] int32: tokens that the last row of sequence i sees, itself included
     block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with 0
     block_size: int
+    # Where the tables are those of many sequences: each one's row in them, [num_seqs] int32, negative for padding.
+    table_rows: Tensor | None = None
+    max_rows: int | None = None  # of a run, at most; None: unknown
     # What a backend works out from the layout once, for every layer; by a key of the backend's own.
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 

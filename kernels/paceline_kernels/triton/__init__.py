@@ -1,0 +1,3 @@
+"""The operations as Triton kernels, for GPUs. They run on the CPU too, slowly, where `TRITON_INTERPRET=1` is set before
+this package is imported.
+"""

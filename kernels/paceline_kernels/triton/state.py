@@ -1,0 +1,160 @@
+"""What lives on the device from step to step, and what a step brings along.
+
+The device knows before the host what was accepted, so that the next step can be launched while nobody has looked: its
+kernels find positions and tokens in the table of sequences, and the step says only how many of each.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+COLUMNS: Final = 16  # of a sequence's row in `SequenceTable.facts`
+
+
+class Column(enum.IntEnum):
+    """int32 each; those from TEMPERATURE on hold the bits of a float32."""
+
+    COMPUTED = 0  # leading tokens that have target KV; in a decode all known tokens but the newest
+    PREVIOUS = 1  # the token before the newest
+    NEWEST = 2
+    RULE = 3
+    TOP_K = 4  # 0 is off
+    SEED_LOW = 5
+    SEED_HIGH = 6
+    CHOICE = 7
+    TEMPERATURE = 8  # > 0; 1 for greedy sequences
+    TOP_P = 9
+    MIN_P = 10
+    TYPICAL_P = 11
+
+
+class Rule(enum.IntEnum):
+    """How a sequence's tokens are chosen and its drafts judged."""
+
+    GREEDY = 0
+    COUPLED = 1
+    TOKEN_WISE = 2
+    BLOCK = 3
+
+
+class Noise(enum.IntEnum):
+    """Streams of uniform noise, independent of each other; see `uniform`."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    SAMPLE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTable:
+    """One row per running sequence; a row's number is the sequence's seat.
+
+    Attributes:
+        facts: [seats, COLUMNS] int32, by `Column`.
+        block_tables: [seats, max_blocks] int32.
+        drafts: tokens of the step that is being made, [seats, max_depth] int32.
+        probs: what they were drawn from, where they were drawn, [seats, max_depth, vocab] float32.
+    """
+
+    facts: Tensor
+    block_tables: Tensor
+    drafts: Tensor
+    probs: Tensor
+
+    @classmethod
+    def allocate(cls, seats: int, max_blocks: int, max_depth: int, vocab: int, device: torch.device) -> SequenceTable:
+        depth = max(1, max_depth)
+        return cls(
+            torch.zeros(seats, COLUMNS, dtype=torch.int32, device=device),
+            torch.zeros(seats, max_blocks, dtype=torch.int32, device=device),
+            torch.zeros(seats, depth, dtype=torch.int32, device=device),
+            torch.zeros(seats, depth, vocab, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What the host says of a step; views of one int32 buffer, padded to the step's bucket.
+
+    A sequence contributes a run of rows: `num_tokens` known ones, then its drafts. If it samples, the last known row
+    and its drafts have logits.
+
+    Attributes:
+        seats: [num_seqs], -1 for padding.
+        num_tokens, num_drafts: [num_seqs]; 0 for padding.
+        one_hot: its drafts were chosen, not drawn, [num_seqs]: 0 or 1.
+        query_starts: rows of sequence i are query_starts[i]:query_starts[i + 1], [num_seqs + 1].
+        logit_starts: its rows of logits, likewise; none if it does not sample.
+        row_sequences: to which sequence each row belongs, [num_rows], -1 for padding.
+        logit_sequences: the same for rows of logits, [num_rows].
+        host_tokens: the token of each row, [num_rows], or -1: the newest, or a draft, which the device knows.
+        draft_seats, draft_depths: [num_seqs] the deepest first; -1 and 0 for padding.
+        noise_key: [4]: both halves of the engine's seed, the step's number, and nothing.
+    """
+
+    seats: Tensor
+    num_tokens: Tensor
+    num_drafts: Tensor
+    one_hot: Tensor
+    query_starts: Tensor
+    logit_starts: Tensor
+    row_sequences: Tensor
+    logit_sequences: Tensor
+    host_tokens: Tensor
+    draft_seats: Tensor
+    draft_depths: Tensor
+    noise_key: Tensor
+
+    @classmethod
+    def size(cls, num_seqs: int, num_rows: int) -> int:
+        """Of the buffer, in int32 words."""
+        return sum(cls._lengths(num_seqs, num_rows))
+
+    @classmethod
+    def view(cls, buffer: Tensor, num_seqs: int, num_rows: int) -> StepInput:
+        """The parts of a buffer [size] int32, without copying."""
+        lengths = cls._lengths(num_seqs, num_rows)
+        return cls(*torch.split(buffer[: sum(lengths)], lengths))
+
+    @staticmethod
+    def _lengths(num_seqs: int, num_rows: int) -> list[int]:
+        return [*[num_seqs] * 4, *[num_seqs + 1] * 2, *[num_rows] * 3, *[num_seqs] * 2, 4]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What the host learns of a step; views of one int32 buffer.
+
+    Attributes:
+        num_accepted: [num_seqs]; 0 where nothing was sampled.
+        tokens: accepted drafts and the token behind them, [num_seqs, max_depth + 1]; what stands behind is undefined.
+        labels: bits of float32, the acceptance of each draft, [num_seqs, max_depth], read up to the first rejection.
+    """
+
+    num_accepted: Tensor
+    tokens: Tensor
+    labels: Tensor
+
+    @classmethod
+    def size(cls, num_seqs: int, max_depth: int) -> int:
+        """Of the buffer, in int32 words."""
+        return num_seqs * (2 + 2 * max_depth)
+
+    @classmethod
+    def view(cls, buffer: Tensor, num_seqs: int, max_depth: int) -> StepOutput:
+        lengths = [num_seqs, num_seqs * (max_depth + 1), num_seqs * max_depth]
+        accepted, tokens, labels = torch.split(buffer[: sum(lengths)], lengths)
+        return cls(accepted, tokens.view(num_seqs, max_depth + 1), labels.view(num_seqs, max_depth))
+
+
+def float_bits(value: float) -> int:
+    """The int32 whose bits are those of a float32."""
+    bits: NDArray[np.int32] = np.array(value, np.float32).view(np.int32)
+    return int(bits)
