@@ -15,16 +15,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from paceline_kernels.triton.verification import choose_drafts, judge
 from torch import Tensor
 
 from paceline.core.method import DRAFT_MODEL, NGRAM, Method
-from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResult, StepTimes
-from paceline.core.sequence import Sequence
+from paceline.core.plan import Pending, SequenceResult, SequenceWork, StepPlan, StepResult, StepTimes
 from paceline.models import Model
 from paceline.runner import input_batch
 from paceline.runner.drafter import Drafter, Scorer
@@ -34,19 +33,10 @@ from paceline.runner.model_runner import ModelRunner
 from paceline.runner.seats import Seat, Seats
 from paceline_kernels.triton.rows import draft_rows, step_rows
 from paceline_kernels.triton.state import SequenceTable, StepInput, StepOutput
-from paceline_kernels.triton.verification import choose_drafts, judge
 
 FIRST_PASS_ROWS = 2  # of each sequence in the draft model's first pass
 MAX_LAUNCHED = 2
 LOW_31 = 0x7FFFFFFF
-
-
-class Pending(Protocol):
-    """A step that was launched."""
-
-    def result(self) -> StepResult:
-        """Waits for it. May be called from another thread than the next launch."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +313,8 @@ class DeviceRunner(ModelRunner):
 
     def _draft_pass(self, step: StepInput, size: int, *, first: bool) -> Callable[[], None]:
         model, cache = self._draft_model, self._draft_kv
-        assert model is not None and cache is not None
+        assert model is not None
+        assert cache is not None
         per_seq = FIRST_PASS_ROWS if first else 1
         seats, depths = step.draft_seats[:size], step.draft_depths[:size]
         starts = self._starts[per_seq][: size + 1]
