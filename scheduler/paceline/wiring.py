@@ -8,17 +8,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from paceline import cost_cache, demo
-from paceline.config_file import check_tenants
 from paceline.core.adaptive_depth import MAX_DEPTH, AdaptiveDepth
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import FixedDepth
+from paceline.core.grammar import GrammarCompiler
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
@@ -32,9 +33,11 @@ from paceline.models import Model, ModelConfig, NativeDecoder, load_model, load_
 from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import Drafter, KVCache, ModelRunner
 from paceline.speculation import DraftModel, Ngram
-from paceline.structured import LLGuidanceCompiler
 from paceline_kernels.cpu import decoder
 from paceline_kernels.cpu.memory import free_memory, total_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +162,10 @@ def build_engine(settings: EngineSettings) -> Engine:
         max_queued=settings.max_queued,
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )
-    check_tenants(settings.tenants, settings.default_tenant, scheduler_config)
+    if settings.tenants or settings.default_tenant != ONE_SHARE:
+        from paceline.config_file import check_tenants  # pydantic's, which needs no load without tenants
+
+        check_tenants(settings.tenants, settings.default_tenant, scheduler_config)
 
     def load(path: Path, quantization: str) -> Model:
         return load_native(path, dtype, int8=quantization == "int8") if native else load_model(path, dtype, device)
@@ -189,7 +195,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         vocab_size=config.vocab_size,
         methods=drafters,
         default_sampling=_default_sampling(config),
-        grammars=LLGuidanceCompiler(tokenizer, config.vocab_size, config.eos_token_ids),
+        grammars=_grammars(tokenizer, config),
         max_logprobs=settings.max_logprobs,
     )
     _warm_up(engine)
@@ -212,6 +218,16 @@ def build_engine(settings: EngineSettings) -> Engine:
     backend = "native" if native else f"torch on {device}"
     _log_choices(engine, settings, dtype, backend, num_blocks * per_block)
     return engine
+
+
+def _grammars(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> GrammarCompiler | None:
+    """None, which refuses constraints, on a machine without llguidance: all else can be served there."""
+    try:
+        from paceline.structured import LLGuidanceCompiler
+    except ImportError as error:
+        logger.warning("no grammars are served: %s", error)
+        return None
+    return LLGuidanceCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
 
 
 def _log_choices(engine: Engine, settings: EngineSettings, dtype: torch.dtype, backend: str, kv_bytes: int) -> None:
