@@ -8,17 +8,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from paceline import cost_cache, demo
-from paceline.config_file import check_tenants
 from paceline.core.adaptive_depth import MAX_DEPTH, AdaptiveDepth
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import FixedDepth
+from paceline.core.grammar import GrammarCompiler
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
@@ -45,10 +46,12 @@ from paceline.runner import Drafter, KVCache, ModelRunner
 from paceline.runner.drafter import Scorer
 from paceline.runner.memory import LargestStep, kv_bytes, measure
 from paceline.speculation import DraftModel, Ngram
-from paceline.structured import LLGuidanceCompiler
 from paceline_kernels.cpu import decoder
 from paceline_kernels.cpu.memory import free_memory, total_memory
 from paceline_kernels.ops import Ops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +190,10 @@ def build_engine(settings: EngineSettings) -> Engine:
         max_queued=settings.max_queued,
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )
-    check_tenants(settings.tenants, settings.default_tenant, scheduler_config)
+    if settings.tenants or settings.default_tenant != ONE_SHARE:
+        from paceline.config_file import check_tenants  # pydantic's, which needs no load without tenants
+
+        check_tenants(settings.tenants, settings.default_tenant, scheduler_config)
 
     target = _load(model_path, dtype, device, backend, settings.quantization)
     draft = None if draft_path is None else _load(draft_path, dtype, device, backend, settings.draft_quantization)
@@ -220,7 +226,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         vocab_size=config.vocab_size,
         methods=drafters,
         default_sampling=_default_sampling(config),
-        grammars=LLGuidanceCompiler(tokenizer, config.vocab_size, config.eos_token_ids),
+        grammars=_grammars(tokenizer, config),
         max_logprobs=settings.max_logprobs,
     )
     _warm_up(engine)
@@ -255,7 +261,23 @@ def _runner(
     scorer: Scorer,
 ) -> ModelRunner:
     """Who executes the steps."""
-    return ModelRunner(target, kv_cache, drafters, settings.seed, scorer=scorer)
+    if backend != "triton":
+        return ModelRunner(target, kv_cache, drafters, settings.seed, scorer=scorer)
+    from paceline.runner.device_runner import DeviceRunner  # as `_triton_ops`
+
+    draft = drafters.get(Method.DRAFT_MODEL)
+    return DeviceRunner(
+        target,
+        kv_cache,
+        drafters,
+        settings.seed,
+        scorer,
+        draft=(draft.model, draft.kv_cache) if isinstance(draft, DraftModel) else None,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        max_depth=config.max_depth,
+    )
 
 
 def _load(path: Path, dtype: torch.dtype, device: torch.device, backend: str, quantization: str) -> Model:
@@ -275,6 +297,16 @@ def _triton_ops() -> Ops:
     from paceline_kernels.triton import ops
 
     return ops
+
+
+def _grammars(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> GrammarCompiler | None:
+    """None, which refuses constraints, on a machine without llguidance: all else can be served there."""
+    try:
+        from paceline.structured import LLGuidanceCompiler
+    except ImportError as error:
+        logger.warning("no grammars are served: %s", error)
+        return None
+    return LLGuidanceCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
 
 
 def _log_choices(engine: Engine, settings: EngineSettings, dtype: torch.dtype, backend: str, kv_bytes: int) -> None:

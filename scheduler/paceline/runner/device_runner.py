@@ -84,7 +84,7 @@ class DeviceRunner(ModelRunner):
     with any other goes the way of every `ModelRunner`.
 
     Args:
-        draft_model, draft_kv: of the drafter that `drafters` holds for Method.DRAFT_MODEL, if there is one.
+        draft: model and KV of the drafter that `drafters` holds for Method.DRAFT_MODEL, if there is one.
         max_num_seqs, max_num_batched_tokens, max_model_len, max_depth: limits of every plan.
     """
 
@@ -96,8 +96,7 @@ class DeviceRunner(ModelRunner):
         seed: int,
         scorer: Scorer | None = None,
         *,
-        draft_model: Model | None = None,
-        draft_kv: KVCache | None = None,
+        draft: tuple[Model, KVCache] | None = None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -105,12 +104,10 @@ class DeviceRunner(ModelRunner):
     ) -> None:
         super().__init__(model, kv_cache, drafters, seed, scorer)
         device, vocab = model.device, model.config.vocab_size
-        self._draft_model, self._draft_kv = draft_model, draft_kv
+        self._draft_pair = draft
         self._max_depth = max_depth
         max_blocks = -(-max_model_len // kv_cache.block_size) + 1
-        table = SequenceTable.allocate(
-            max_num_seqs, max_blocks, max_depth, vocab if draft_model is not None else 1, device
-        )
+        table = SequenceTable.allocate(max_num_seqs, max_blocks, max_depth, vocab if draft is not None else 1, device)
         self._seats = Seats(table)
         self._graphs = Graphs(device)
         self._pass_index = torch.zeros(1, dtype=torch.int32, device=device)
@@ -242,8 +239,9 @@ class DeviceRunner(ModelRunner):
 
     def _catch_up(self, parts: list[_Part]) -> None:
         """Let the draft model read what it has not: all of it, or all but what its first pass reads anyway."""
-        if self._draft_model is None or self._draft_kv is None:
+        if self._draft_pair is None:
             return
+        model, cache = self._draft_pair
         runs: list[input_batch.Run] = []
         for part in parts:
             seat, work = part.seat, part.work
@@ -261,8 +259,7 @@ class DeviceRunner(ModelRunner):
                 runs.append(input_batch.Run(sequence.block_ids, seat.draft_computed, tokens))
                 part.read = len(tokens)
         if runs:
-            token_ids, layout = input_batch.flatten(runs, self._draft_kv.block_size, self.model.device)
-            self._draft_model.forward(token_ids, layout, self._draft_kv)
+            model.forward(*input_batch.flatten(runs, cache.block_size, model.device), cache)
 
     def _lay_out(
         self, parts: list[_Part], drafting: list[_Part], step_id: int, recorded: bool
@@ -312,9 +309,8 @@ class DeviceRunner(ModelRunner):
             self._graphs.run(("draft", number == 0, size), self._draft_pass(step, size, first=number == 0))
 
     def _draft_pass(self, step: StepInput, size: int, *, first: bool) -> Callable[[], None]:
-        model, cache = self._draft_model, self._draft_kv
-        assert model is not None
-        assert cache is not None
+        assert self._draft_pair is not None
+        model, cache = self._draft_pair
         per_seq = FIRST_PASS_ROWS if first else 1
         seats, depths = step.draft_seats[:size], step.draft_depths[:size]
         starts = self._starts[per_seq][: size + 1]
