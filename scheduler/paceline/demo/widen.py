@@ -315,7 +315,9 @@ class _Writer:
 
     def append(self, tensor: Tensor) -> None:
         """Raises OSError, sometimes of a tensor before."""
-        for piece in tensor.contiguous().flatten().view(torch.uint8).split(len(self._stages[0])):
+        data, most = tensor.contiguous().flatten().view(torch.uint8), len(self._stages[0])
+        for begin in range(0, len(data), most):
+            piece = data[begin : begin + most]
             if (before := self._written[self._turn]) is not None:
                 before.result()
             stage = self._stages[self._turn][: len(piece)]
@@ -327,7 +329,7 @@ class _Writer:
 
 def _write_at(file: int, data: Tensor, offset: int) -> None:
     """All of it: a single call may write less, and says what is wrong only the next time."""
-    view = memoryview(data.numpy())
+    view = data.numpy().data
     while view:
         count = os.pwrite(file, view, offset)
         view, offset = view[count:], offset + count
