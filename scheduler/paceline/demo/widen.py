@@ -62,6 +62,7 @@ COPIED = (
 )
 STAGES = 4  # pieces of tensors that are on their way to the file
 STAGE_BYTES = 32 << 20
+WRITERS = 2  # more only wait for the lock of the file
 
 
 def widen(
@@ -301,7 +302,7 @@ class _Writer:
         self._stages = [torch.empty(stage_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(STAGES)]
         self._written: list[Future[None] | None] = [None] * STAGES
         self._turn = 0
-        self._pool = ThreadPoolExecutor(STAGES, thread_name_prefix="paceline-widen")
+        self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="paceline-widen")
 
     def __enter__(self) -> _Writer:
         return self
