@@ -18,10 +18,10 @@ import device
 import torch
 from common import Bench, Scale
 from decode import decode, host, prefill
-from speculation import draft, speculation
 
 from paceline.bench.throughput import parse_sizes
 from paceline.whole_file import write_json
+from speculation import draft, speculation
 
 
 def ceilings(bench: Bench) -> dict[str, Any]:
@@ -51,7 +51,7 @@ SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 
 
 def run(bench: Bench, names: list[str], json_out: Path | None) -> bool:
-    """Whether no section failed. The file has what is measured so far: a run that is cut off has not been for nothing."""
+    """Whether no section failed. The file has what is measured so far: a run may be cut off."""
     results: dict[str, Any] = {}
     for name in names:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the sections share: the pair of checkpoints, the ceilings and the engine, each made when it is first asked for."""
+"""What the sections share: the pair of checkpoints, the ceilings and the engine, each made when first asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ class Bench:
         self.console.print(text, highlight=False)
         self.console.file.flush()
 
-    def table(self, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    def table(self, title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
         table = Table(title=title)
         for column in columns:
             table.add_column(column, justify="right")

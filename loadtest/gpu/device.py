@@ -42,12 +42,12 @@ def _once(call: Callable[[], object], on: torch.device) -> float:
         began = time.perf_counter()
         call()
         return time.perf_counter() - began
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def measure(on: torch.device, copied: int, side: int) -> Ceilings:
@@ -55,14 +55,19 @@ def measure(on: torch.device, copied: int, side: int) -> Ceilings:
     copied: bytes, read and written once each.
     side: of the square matrices that are multiplied.
     """
-    source = torch.ones(copied // 4, dtype=torch.float32, device=on)
-    target = torch.empty_like(source)
-    bandwidth = 2 * copied / seconds(lambda: target.copy_(source), on)
-    del source, target
-    left, right = (torch.randn(side, side, device=on).to(torch.bfloat16) for _ in range(2))
-    product = torch.empty_like(left)
-    matmul = 2 * side**3 / seconds(lambda: torch.mm(left, right, out=product), on)
-    del left, right, product
+    ceilings = Ceilings(_bandwidth(on, copied), _matmul(on, side))
     if on.type == "cuda":
         torch.cuda.empty_cache()  # for the engine, which counts what is free
-    return Ceilings(bandwidth, matmul)
+    return ceilings
+
+
+def _bandwidth(on: torch.device, copied: int) -> float:
+    source = torch.ones(copied // 4, dtype=torch.float32, device=on)
+    target = torch.empty_like(source)
+    return 2 * copied / seconds(lambda: target.copy_(source), on)
+
+
+def _matmul(on: torch.device, side: int) -> float:
+    left, right = (torch.randn(side, side, device=on).to(torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(left)
+    return 2 * side**3 / seconds(lambda: torch.mm(left, right, out=product), on)

@@ -53,10 +53,13 @@ class Peer:
 def started(bench: Bench) -> Iterator[Peer]:
     """The peer with its model, which leaves the device at the end."""
     attention = "flash_attention_2" if bench.device.type == "cuda" and find_spec("flash_attn") else "paged|sdpa"
-    model = AutoModelForCausalLM.from_pretrained(
-        bench.paths()[0], dtype=torch.bfloat16, device_map=None, attn_implementation=attention
-    ).to(bench.device)
-    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        bench.paths()[0], dtype=torch.bfloat16, attn_implementation=attention
+    )
+    model = loaded.to(bench.device)
+    generation = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     if bench.device.type == "cuda":
         batching = ContinuousBatchingConfig(max_memory_percent=MEMORY_SHARE)
     else:  # which has no memory that it could ask for
@@ -70,7 +73,7 @@ def started(bench: Bench) -> Iterator[Peer]:
         ) as manager:
             yield Peer(manager)
     finally:
-        del model
+        del loaded, model
         gc.collect()
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()

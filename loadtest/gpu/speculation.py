@@ -123,8 +123,8 @@ def _allowed(bench: Bench, runs: dict[str, Run], speedup: float) -> dict[str, An
     allowed, best = max((gain / (1 + k * cost), k) for k, gain in enumerate(gains))
     share = speedup / allowed
     bench.say(
-        f"a draft pass costs {cost:.3f} steps, positions are kept at {', '.join(f'{p:.2f}' for p in kept)}: that allows "
-        f"{allowed:.3f} x off at depth {best}; auto has {share:.1%} of it"
+        f"a draft pass costs {cost:.3f} steps, positions are kept at {', '.join(f'{p:.2f}' for p in kept)}: "
+        f"that allows {allowed:.3f} x off at depth {best}; auto has {share:.1%} of it"
     )
     return {"pass_cost": cost, "kept": kept, "allowed": allowed, "allowed_depth": best, "share_of_allowed": share}
 

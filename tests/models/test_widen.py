@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from paceline.demo.widen import _Writer as Writer
 from paceline.demo.widen import main, widen
 from paceline.errors import InvalidArgument, ModelLoadError
 from paceline.models import load_model_config
@@ -137,6 +139,43 @@ def test_noise_follows_the_seed(tmp_path: Path) -> None:
     assert len(files[0]) == len(files[2])
 
 
+def test_tensors_of_any_size_go_to_their_places(tmp_path: Path) -> None:
+    """Larger than a stage, as large, smaller, more of them than stages; and not contiguous."""
+    tensors = [torch.randn(size).to(torch.bfloat16) for size in (500, 32, 1, 31, 33, 64, 2, 3, 4)]
+    tensors.append(torch.randn(20, 30).T)
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(b"header")
+        file.flush()
+        with Writer(file.fileno(), 6, torch.device("cpu"), stage_bytes=64) as writer:
+            for tensor in tensors:
+                writer.append(tensor)
+    expected = b"".join(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    assert (tmp_path / "file").read_bytes() == b"header" + expected
+
+
+def test_writes_may_be_short_and_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, write, left = torch.arange(200, dtype=torch.uint8), os.pwrite, 150
+
+    def short(file: int, view: memoryview, offset: int) -> int:
+        nonlocal left
+        if not left:
+            raise OSError("disk full")
+        count = write(file, view[: min(7, left)], offset)
+        left -= count
+        return count
+
+    monkeypatch.setattr(os, "pwrite", short)
+    with (tmp_path / "file").open("wb") as file:
+        with Writer(file.fileno(), 0, torch.device("cpu")) as writer:
+            writer.append(data[:100])
+        assert (tmp_path / "file").read_bytes() == bytes(range(100))
+        with (
+            pytest.raises(OSError, match="disk full"),
+            Writer(file.fileno(), 100, torch.device("cpu")) as writer,
+        ):
+            writer.append(data[100:])
+
+
 def test_everything_else_is_copied(tmp_path: Path) -> None:
     source = small(tmp_path, torch.bfloat16, **TARGET)
     (source / "generation_config.json").write_text('{"eos_token_id": [0, 5], "temperature": 0.5}')
@@ -177,6 +216,14 @@ def test_sizes_that_are_refused(tmp_path: Path, changes: dict[str, int], field: 
         widen(source, tmp_path / "wide", **{**GOOD, **changes})
     assert error.value.field == field
     assert allowed in str(error.value)
+    assert not (tmp_path / "wide").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    source = small(tmp_path)
+    with pytest.raises(InvalidArgument, match="device = 'cuda': must be cpu, or cuda on a machine that has it"):
+        widen(source, tmp_path / "wide", **GOOD, device="cuda")
     assert not (tmp_path / "wide").exists()
 
 

@@ -62,6 +62,7 @@ COPIED = (
 )
 STAGES = 4  # pieces of tensors that are on their way to the file
 STAGE_BYTES = 32 << 20
+WRITERS = 2  # more only wait for the lock of the file
 
 
 def widen(
@@ -301,7 +302,7 @@ class _Writer:
         self._stages = [torch.empty(stage_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(STAGES)]
         self._written: list[Future[None] | None] = [None] * STAGES
         self._turn = 0
-        self._pool = ThreadPoolExecutor(STAGES, thread_name_prefix="paceline-widen")
+        self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="paceline-widen")
 
     def __enter__(self) -> _Writer:
         return self
@@ -315,7 +316,9 @@ class _Writer:
 
     def append(self, tensor: Tensor) -> None:
         """Raises OSError, sometimes of a tensor before."""
-        for piece in tensor.contiguous().flatten().view(torch.uint8).split(len(self._stages[0])):
+        data, most = tensor.contiguous().flatten().view(torch.uint8), len(self._stages[0])
+        for begin in range(0, len(data), most):
+            piece = data[begin : begin + most]
             if (before := self._written[self._turn]) is not None:
                 before.result()
             stage = self._stages[self._turn][: len(piece)]
@@ -327,7 +330,7 @@ class _Writer:
 
 def _write_at(file: int, data: Tensor, offset: int) -> None:
     """All of it: a single call may write less, and says what is wrong only the next time."""
-    view = memoryview(data.numpy())
+    view = data.numpy().data
     while view:
         count = os.pwrite(file, view, offset)
         view, offset = view[count:], offset + count
