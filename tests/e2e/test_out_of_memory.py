@@ -142,7 +142,7 @@ def test_features_come_through_halves(pair: tuple[str, str], monkeypatch: pytest
         request(LONG, sampling=SamplingParams(seed=4, top_p=0.8)),
     ]
     expected = [c.token_ids for c in LLM.from_engine(engine).complete(requests)]
-        small = Small(runner.model, monkeypatch, "logits")
+    small = Small(runner.model, monkeypatch, "logits")
     small.most = 5
     found = LLM.from_engine(engine).complete(requests)
     assert small.failures > 0
@@ -186,9 +186,7 @@ def test_while_drafting_drafts_are_left_out(
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_failure_reaches_its_stream_alone(
-    pair: tuple[str, str], lag: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_reaches_its_stream_alone(pair: tuple[str, str], lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = make(pair)
     expected = list(run(engine, [request(prompt) for prompt in PROMPTS]).values())
     small = Small(runner.model, monkeypatch, "forward")
