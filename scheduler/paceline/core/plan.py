@@ -161,6 +161,8 @@ class SequenceResult:
         grammar_end: the completion is whole after so many of `token_ids`; None if not, or if an end-of-sequence id
             will say so.
         failure: why nothing can follow `token_ids`, in words: no token is allowed there, or the grammar broke down.
+        exhausted: what there was not enough of, in words: nothing of the work was done, and the request ends with
+            `ResourceExhausted`.
         finish: set by the engine where a stop was found.
         scored: if the work asks for it, how what an n-gram would have proposed compares: 1 for each token that was
             emitted, and 0 for the first that was not; nothing without a proposal.
@@ -185,6 +187,7 @@ class SequenceResult:
     scored: tuple[float, ...]
     match: int
     is_forced: bool
+    exhausted: str | None
 
     def __init__(
         self,
@@ -203,6 +206,7 @@ class SequenceResult:
         scored: tuple[float, ...] = (),
         match: int = 0,
         is_forced: bool = False,
+        exhausted: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids = token_ids
@@ -219,6 +223,7 @@ class SequenceResult:
         self.scored = scored
         self.match = match
         self.is_forced = is_forced
+        self.exhausted = exhausted
 
 
 @dataclass(frozen=True, slots=True)

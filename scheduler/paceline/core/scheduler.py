@@ -80,7 +80,8 @@ class Scheduler:
     Attributes:
         tenants: queues and accounts. Its policies may be replaced, which holds for the requests that come from then on.
         running: in the order in which they were admitted.
-        refused: those that came too late, or gave way in a full queue, and that nobody has taken note of yet.
+        refused: those that came too late, gave way in a full queue, or failed for want of memory, and that nobody has
+            taken note of yet.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class Scheduler:
             self._refuse(request, Unavailable(reason, wait, reason=Reason.QUEUE_FULL))
 
     def take_refused(self) -> list[tuple[int, PacelineError]]:
-        """Requests that were ended because they came too late or gave way to others, each once, and why."""
+        """Requests that were ended because they came too late, gave way or failed alone, each once, and why."""
         refused, self.refused = self.refused, []
         return refused
 
@@ -367,6 +368,9 @@ class Scheduler:
                 continue
             request.charged_seconds += seconds
             self.tenants[request.tenant].charge(seconds, len(sequence.token_ids), counts=counts)
+            if sequence.exhausted is not None:
+                self._refuse(request, ResourceExhausted(sequence.exhausted))
+                continue
             output = self._commit(request, work, sequence, now)
             if output is not None:
                 outputs.append(output)

@@ -283,8 +283,8 @@ class Engine:
         return True
 
     def take_refused(self) -> list[tuple[int, PacelineError]]:
-        """Completions that came too late, as `plan` has found, or gave way in a full queue to one that `add` took: each
-        once, with the reason. They have no outputs.
+        """Completions that came too late, as `plan` has found, gave way in a full queue to one that `add` took, or
+        failed in a step that others came through: each once, with the reason. They have no more outputs.
         """
         refused = self.scheduler.take_refused()
         for request_id, _ in refused:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,15 +33,39 @@ from paceline.runner.positions import Positions
 from paceline.runner.sampler import edit_
 from paceline.runner.verification import Run, Verdict, Verifier
 
+logger = logging.getLogger(__name__)
+
 PROMPT_LOGPROB_ROWS = 64  # prompt positions whose logits are held at a time
 DEAD_END = "no token is allowed here by the grammar and the other constraints together"
+OUT_OF_MEMORY = "out of memory: the server could not compute this request's part of a step, not even alone"
 
 Planned = list[tuple[Sequence, SequenceWork]]
-Batch = list[tuple[Sequence, SequenceWork, Draft]]
+Entry = tuple[Sequence, SequenceWork, Draft]
+Batch = list[Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What a work comes to, before anything is booked: until then the step may be taken back.
+
+    Attributes:
+        run: None if the work does not sample; then nothing is emitted.
+    """
+
+    run: Run | None = None
+    token_ids: tuple[int, ...] = ()
+    num_accepted: int = 0
+    acceptance: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    failure: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class ModelRunner:
     """Implements `StepRunner`. Owns the mirror of admitted sequences, the target's KV and the drafters.
+
+    Where a step runs out of memory it is computed in halves, and a request that does not fit alone fails alone. For
+    that, everything that takes memory comes before the first change to a sequence.
 
     Args:
         scorer: the n-gram drafter, for work that wants it scored.
@@ -60,6 +85,8 @@ class ModelRunner:
         self._scorer = scorer
         self.verifier = Verifier(seed, model.device)
         self._sequences: dict[int, Sequence] = {}
+        self._exhausted: set[int] = set()  # failed for want of memory; a plan made meanwhile may still name them
+        self._unread: set[int] = set()  # whose draft model could not read what the plans believe that it has read
         # Grammars are asked while the forward runs, by a thread that never computes tensors.
         self._mask_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-masks")
 
@@ -69,25 +96,25 @@ class ModelRunner:
         self._apply_membership(plan)
         if not plan.work:
             return StepResult(plan.step_id, ())
-        planned = [(self._sequences[work.request_id], work) for work in plan.work]
+        going = [work for work in plan.work if work.request_id not in self._exhausted]
+        planned = [(self._sequences[work.request_id], work) for work in going]
         for sequence, work in planned:
             sequence.extend(work)
         batch = self._draft(planned)
         drafted = time.perf_counter()
-        masks = self._start_masks(batch)
-        hidden = self._forward(batch)
-        prompt_logprobs = self._prompt_logprobs(batch, hidden)
-        logits = self._logits(batch, hidden)
-        runs = self._runs(batch, masks.result())
-        verified = time.perf_counter()
-        results = self._commit(batch, runs, logits, prompt_logprobs)
+        judged, verifying = self._judge(batch, self._start_masks(batch)) if batch else ([], 0.0)
+        results = {
+            work.request_id: self._book(entry, found) for (entry, found), work in zip(judged, going, strict=True)
+        }
         ended = time.perf_counter()
-        times = StepTimes(drafted - began, verified - drafted, ended - verified, ended - began)
-        return StepResult(plan.step_id, results, times)
+        times = StepTimes(drafted - began, verifying, ended - drafted - verifying, ended - began)
+        return StepResult(plan.step_id, tuple(results.get(w.request_id) or _out_of_memory(w) for w in plan.work), times)
 
     def _apply_membership(self, plan: StepPlan) -> None:
         for request_id in plan.released:
             del self._sequences[request_id]
+            self._exhausted.discard(request_id)
+            self._unread.discard(request_id)
             for drafter in self.drafters.values():
                 drafter.release(request_id)
         for admission in plan.admitted:
@@ -106,13 +133,82 @@ class ModelRunner:
                 forced = sequence.matcher.forced(work.num_drafts) if sequence.matcher and work.num_drafts else []
                 if forced:
                     drafts[work.request_id] = Draft(forced, is_forced=True)
+                if forced or self._is_behind(sequence, work):
                     work = replace(work, num_drafts=0)
                 mine.append((sequence, work))
             if mine:
-                proposals = drafter.propose(mine)
+                proposals = self._propose(drafter, mine)
                 for (_, work), draft in zip(mine, proposals, strict=True):
                     drafts.setdefault(work.request_id, draft)
         return [(sequence, work, drafts.get(work.request_id) or Draft([])) for sequence, work in planned]
+
+    def _propose(self, drafter: Drafter, mine: Planned) -> list[Draft]:
+        """Without memory for drafts, the step goes on without them."""
+        before = [sequence.num_draft_computed for sequence, _ in mine]
+        try:
+            return drafter.propose(mine)
+        except torch.OutOfMemoryError as error:
+            logger.warning("out of memory while drafting for %d requests: %s", len(mine), str(error))
+        self._free()
+        for (sequence, _), computed in zip(mine, before, strict=True):
+            sequence.num_draft_computed = computed
+            self._unread.add(sequence.request_id)
+        return [Draft([])] * len(mine)
+
+    def _is_behind(self, sequence: Sequence, work: SequenceWork) -> bool:
+        """A plan that was made before a draft was dropped leaves its draft model too little to read."""
+        if work.method is not Method.DRAFT_MODEL or sequence.request_id not in self._unread:
+            return False
+        if sequence.num_draft_computed + work.draft_catch_up < len(sequence):
+            return True
+        self._unread.discard(sequence.request_id)
+        return False
+
+    # -- in halves ----------------------------------------------------------------------------------------------------
+
+    def _judge(self, batch: Batch, masks: Future[dict[int, Mask]]) -> tuple[list[tuple[Entry, _Judged | None]], float]:
+        """Every work with what it comes to, None where that took more memory than there is; and the seconds that the
+        forwards took.
+        """
+        try:
+            judged, seconds = self._compute(batch, masks)
+            return list(zip(batch, judged, strict=True)), seconds
+        except torch.OutOfMemoryError as error:
+            masks.result()  # whoever fails must not leave the matchers to two threads
+            logger.warning("out of memory in a step of %d requests: %s", len(batch), str(error))
+        # Behind the handler: until it is left, the error holds the tensors of the attempt.
+        self._free()
+        if len(batch) == 1:
+            return [(batch[0], None)], 0.0
+        middle = len(batch) // 2
+        first, seconds = self._judge(batch[:middle], masks)
+        second, more = self._judge(batch[middle:], masks)
+        return first + second, seconds + more
+
+    def _free(self) -> None:
+        """Give back what torch's allocator keeps in pieces that were too small."""
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _compute(self, batch: Batch, masks: Future[dict[int, Mask]]) -> tuple[list[_Judged], float]:
+        """All that takes memory; no sequence is changed, and KV is written where the next attempt writes the same."""
+        began = time.perf_counter()
+        hidden = self._forward(batch)
+        prompt_logprobs = self._prompt_logprobs(batch, hidden)
+        logits = self._logits(batch, hidden)
+        runs = self._runs(batch, masks.result())
+        seconds = time.perf_counter() - began
+        raw = _raw(logits, runs)
+        dead_ends = _dead_ends(edit_(logits, [run.positions for run in runs]), runs)
+        verdicts = self.verifier.verify(logits, runs)
+        sampled = iter([_judged(*found) for found in zip(runs, verdicts, dead_ends, raw, strict=True)])
+        judged = [next(sampled) if work.samples else _Judged() for _, work, _ in batch]
+        return [
+            replace(found, prompt_logprobs=prompt_logprobs[work.request_id])
+            if work.request_id in prompt_logprobs
+            else found
+            for found, (_, work, _) in zip(judged, batch, strict=True)
+        ], seconds
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -180,25 +276,25 @@ class ModelRunner:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def _commit(
-        self, batch: Batch, runs: list[Run], logits: Tensor, prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]
-    ) -> tuple[SequenceResult, ...]:
-        raw = _raw(logits, runs)
-        dead_ends = _dead_ends(edit_(logits, [run.positions for run in runs]), runs)
-        verdicts = self.verifier.verify(logits, runs)
-        judged = iter(zip(runs, verdicts, dead_ends, raw, strict=True))
-        results = []
-        for sequence, work, _ in batch:
-            start = sequence.num_computed + 1
-            if not work.samples:
-                sequence.commit(work, [], 0)
-                result = SequenceResult(work.request_id, num_draft_computed=sequence.num_draft_computed)
-            else:
-                result = _emit(work, *next(judged), self._scorer if work.scores_ngram else None)
-            if work.request_id in prompt_logprobs:
-                result = replace(result, prompt_start=start, prompt_logprobs=prompt_logprobs[work.request_id])
-            results.append(result)
-        return tuple(results)
+    def _book(self, entry: Entry, judged: _Judged | None) -> SequenceResult:
+        """Advance the mirror, and tell of it."""
+        sequence, work, _ = entry
+        start = sequence.num_computed + 1
+        if judged is None:
+            self._exhausted.add(work.request_id)
+            return _out_of_memory(work)
+        if judged.run is None:
+            sequence.commit(work, [], 0)
+            result = SequenceResult(work.request_id, num_draft_computed=sequence.num_draft_computed)
+        else:
+            result = _emit(work, judged.run, judged, self._scorer if work.scores_ngram else None)
+        if judged.prompt_logprobs is not None:
+            result = replace(result, prompt_start=start, prompt_logprobs=judged.prompt_logprobs)
+        return result
+
+
+def _out_of_memory(work: SequenceWork) -> SequenceResult:
+    return SequenceResult(work.request_id, exhausted=OUT_OF_MEMORY)
 
 
 def _first_rows(batch: Batch) -> list[int]:
@@ -228,11 +324,9 @@ def _masks(jobs: list[tuple[int, Matcher, list[int]]]) -> dict[int, Mask]:
     return {request_id: matcher.masks(drafts) for request_id, matcher, drafts in jobs}
 
 
-def _emit(
-    work: SequenceWork, run: Run, verdict: Verdict, dead_end: int | None, raw: Tensor | None, scorer: Scorer | None
-) -> SequenceResult:
-    """Book a verdict in the sequence. What stands behind a dead end is void."""
-    sequence, matcher = run.positions.sequence, run.positions.sequence.matcher
+def _judged(run: Run, verdict: Verdict, dead_end: int | None, raw: Tensor | None) -> _Judged:
+    """What stands behind a dead end is void."""
+    matcher = run.positions.sequence.matcher
     token_ids, accepted, failure = verdict.token_ids, verdict.num_accepted, None
     if matcher is not None and matcher.failure is not None:
         token_ids, accepted, failure = [], 0, matcher.failure
@@ -240,22 +334,29 @@ def _emit(
         # Behind drafts it is for the next step to say so, which stands right there.
         token_ids, accepted, failure = token_ids[:dead_end], dead_end, None if dead_end else DEAD_END
     logprobs = () if raw is None else completion_logprobs(raw, run.positions, token_ids)
+    return _Judged(run, tuple(token_ids), accepted, tuple(verdict.acceptance), logprobs, failure)
+
+
+def _emit(work: SequenceWork, run: Run, judged: _Judged, scorer: Scorer | None) -> SequenceResult:
+    """Book a verdict in the sequence."""
+    sequence, matcher = run.positions.sequence, run.positions.sequence.matcher
+    token_ids, failure = list(judged.token_ids), judged.failure
     scored = () if scorer is None else _score(work, sequence, scorer, token_ids)
-    sequence.commit(work, token_ids, accepted)
+    sequence.commit(work, token_ids, judged.num_accepted)
     grammar_end = None
     if matcher is not None and failure is None:
         grammar_end, failure = _advance(matcher, token_ids, sequence.params.constraints.ends_with_grammar)
     return SequenceResult(
         work.request_id,
-        tuple(token_ids),
+        judged.token_ids,
         num_drafted=run.depth,
-        num_accepted=accepted,
-        acceptance=tuple(verdict.acceptance),
+        num_accepted=judged.num_accepted,
+        acceptance=judged.acceptance,
         scored=scored,
         match=0 if scorer is None else _match(sequence, scorer),
         is_forced=run.draft.is_forced,
         num_draft_computed=sequence.num_draft_computed,
-        logprobs=logprobs,
+        logprobs=judged.logprobs,
         grammar_end=grammar_end,
         failure=failure,
     )
