@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from rich.table import Table
 from paceline import compiled
 from paceline.core.cost_model import CostModel, Error, StepShape
 from paceline.core.params import SamplingParams, StopParams
+from paceline.device import LEAST_CAPABILITY, Gpu, find_gpu, in_gib, triton_obstacle
 from paceline.engine import Engine, GenerationRequest
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import build, ceilings, decoder, memory
@@ -39,7 +41,9 @@ DEPTHS = (0, 2, 4)
 CONTEXT = 256  # tokens of each sequence, where steps are told
 SERVED = (1, 4, 16)  # requests at once, by which predictions are judged
 SERVED_TOKENS = 64  # of each
-GIGA = 1e9
+GIGA, TERA = 1e9, 1e12
+COPIED = 1 << 30  # bytes that a GPU copies within its memory, many times its caches
+MULTIPLIED = 8192  # rows, columns and depth of its product
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,19 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuMeasured:
+    """What nothing that runs on a GPU can exceed.
+
+    Attributes:
+        copy: GB/s, bytes read and bytes written together.
+        multiply: TFLOP/s of a large product in bf16.
+    """
+
+    copy: float
+    multiply: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepCost:
     """Milliseconds, by the cost model, of a step of so many sequences with `CONTEXT` tokens each.
 
@@ -97,6 +114,7 @@ class Costs:
 class Report:
     facts: list[Fact] = field(default_factory=list)
     measured: Measured | None = None  # None where nothing was measured
+    gpu: GpuMeasured | None = None  # None without one, too
     costs: Costs | None = None  # None without a model
 
 
@@ -107,9 +125,13 @@ def examine(quick: bool = False, model: str | None = None, draft: str = "none") 
         PacelineError: whatever `build_engine` refuses.
     """
     missing, unsampled = _native_obstacle(), build.obstacle(partial(build.load, "sampling"))
-    report = Report([*_machine(), *_compiler(), *_torch(), *_backend(missing), *_sampling(unsampled), _scheduler()])
+    gpu = find_gpu()
+    facts = [*_machine(), *_gpu(gpu), *_compiler(), *_torch(), *_backend(missing, gpu), *_sampling(unsampled)]
+    report = Report([*facts, _scheduler()])
     if missing is None and not quick:
         report.measured = _measure()
+    if isinstance(gpu, Gpu) and not quick:
+        report.gpu = _measure_gpu()
     if model is not None:
         report.costs = _costs(build_engine(EngineSettings(model=model, draft=draft)))
     return report
@@ -170,6 +192,22 @@ def _large_pages() -> Fact:
     return Fact("large pages", chosen, advice if chosen == "never" else None)
 
 
+def _gpu(gpu: Gpu | str) -> list[Fact]:
+    """Nothing to say where torch is made for CPUs."""
+    if isinstance(gpu, str):
+        return [] if torch.version.cuda is None else [Fact("GPU", "none", f"if there is one: {gpu}")]
+    capability, least = (".".join(map(str, version)) for version in (gpu.capability, LEAST_CAPABILITY))
+    memory_of = f"{in_gib(gpu.total_memory)}, {in_gib(gpu.free_memory)} of them free"
+    old = f"it is too old to serve on: compute capability {least} is needed; serve with --device cpu"
+    return [
+        Fact(
+            "GPU",
+            f"{gpu.name}, compute capability {capability}, {memory_of}, CUDA {gpu.cuda}",
+            old if gpu.capability < LEAST_CAPABILITY else None,
+        )
+    ]
+
+
 def _compiler() -> list[Fact]:
     try:
         command = build.find_compiler()
@@ -224,7 +262,12 @@ def _scheduler() -> Fact:
     return Fact("scheduler", "interpreted", "it takes twice the time; to compile it: python -m paceline.compiled")
 
 
-def _backend(missing: str | None) -> list[Fact]:
+def _backend(missing: str | None, gpu: Gpu | str) -> list[Fact]:
+    if isinstance(gpu, Gpu) and gpu.capability >= LEAST_CAPABILITY:
+        obstacle = triton_obstacle(gpu)
+        if obstacle is None:
+            return [Fact("backend", f"triton on {gpu.name}")]
+        return [Fact("backend", f"torch on {gpu.name}, because: {obstacle}", "torch is several times slower")]
     if missing is not None:
         advice = "torch computes instead, several times slower; see what is said above about the compiler"
         return [Fact("backend", f"torch, because: {missing}", advice)]
@@ -232,7 +275,7 @@ def _backend(missing: str | None) -> list[Fact]:
     unused = "amx_bf16" in _cpu_info().get("flags", "").split() and family != "AMX"
     advice = "this CPU has a matrix unit, which the compiler does not know or the kernel does not let processes use"
     return [
-        Fact("backend", "torch on a GPU" if torch.cuda.is_available() else "native"),
+        Fact("backend", "native"),
         Fact("kernels", family, advice if unused and build.march() == "native" else None),
     ]
 
@@ -258,6 +301,29 @@ def _measure() -> Measured:
         multiply={kind.name.lower(): ceilings.multiply_rate(kind, threads) / GIGA for kind in Kind},
         linear=[figure for kind in Kind for figure in _measure_linear(kind, ceiling.measure)],
     )
+
+
+def _measure_gpu() -> GpuMeasured:
+    device = torch.device("cuda")
+    copied = torch.empty(2, COPIED, dtype=torch.uint8, device=device)
+    seconds = _gpu_seconds(lambda: copied[1].copy_(copied[0]))
+    factor = torch.randn(MULTIPLIED, MULTIPLIED, dtype=torch.bfloat16, device=device)
+    product = torch.empty_like(factor)
+    multiplying = _gpu_seconds(lambda: torch.mm(factor, factor, out=product))
+    return GpuMeasured(2 * COPIED / seconds / GIGA, 2 * MULTIPLIED**3 / multiplying / TERA)
+
+
+def _gpu_seconds(call: Callable[[], object], rounds: int = 10) -> float:
+    """By the GPU's own clock; the median, after one that may set things up."""
+    call()
+    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    milliseconds: float = median(begin.elapsed_time(end) for begin, end in itertools.pairwise(events))
+    return milliseconds / 1e3
 
 
 def _measure_linear(kind: Kind, ceiling: Callable[[], float]) -> list[Linear]:
@@ -321,6 +387,11 @@ def render(report: Report) -> None:
     console.print(table)
     if report.measured is not None:
         _render_measured(report.measured, console)
+    if report.gpu is not None:
+        console.print(
+            f"\nthe GPU copies {report.gpu.copy:.0f} GB/s (read and written together) and multiplies "
+            f"{report.gpu.multiply:.0f} TFLOP/s in bf16"
+        )
     if report.costs is not None:
         _render_costs(report.costs, console)
     console.print()
@@ -361,9 +432,10 @@ def _render_costs(costs: Costs, console: Console) -> None:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """`facts` by name; `measured` and `costs`, null where there are none."""
+    """`facts` by name; `measured`, `gpu` and `costs`, null where there are none."""
     return {
         "facts": {fact.name: {"value": fact.value, "advice": fact.advice} for fact in report.facts},
         "measured": None if report.measured is None else asdict(report.measured),
+        "gpu": None if report.gpu is None else asdict(report.gpu),
         "costs": None if report.costs is None else asdict(report.costs),
     }

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from paceline import compiled, doctor
 from paceline.cli import app
+from paceline.device import Gpu
 from paceline_kernels.cpu import build, ceilings, decoder
 from support.native import needs_compiler
 
@@ -173,3 +175,55 @@ def test_costs_of_a_model() -> None:
 
 def test_without_a_model_no_costs() -> None:
     assert as_json("--quick")["costs"] is None
+
+
+H100 = Gpu("NVIDIA H100", (9, 0), 80 << 30, 79 << 30, "12.8")
+
+
+def test_a_gpu_is_told_with_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_gpu", lambda: H100)
+    monkeypatch.setattr(doctor, "_measure", lambda: None)
+    monkeypatch.setattr(doctor, "_measure_gpu", lambda: doctor.GpuMeasured(2800.0, 700.0))
+    monkeypatch.setattr(doctor, "triton_obstacle", lambda gpu: None)
+    text = " ".join(CliRunner().invoke(app, ["doctor"]).output.split())
+    for words in (
+        "NVIDIA H100, compute capability 9.0, 80.00 GiB, 79.00 GiB",
+        "triton on NVIDIA H100",
+        "2800 GB/s",
+        "700",
+    ):
+        assert words in text
+    found = as_json()
+    assert found["gpu"] == {"copy": 2800.0, "multiply": 700.0}
+    monkeypatch.setattr(doctor, "triton_obstacle", lambda gpu: "triton is not installed")
+    found = as_json("--quick")
+    assert found["gpu"] is None
+    assert found["facts"]["backend"]["value"] == "torch on NVIDIA H100, because: triton is not installed"
+
+
+def test_a_gpu_that_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    [fact] = doctor._gpu(Gpu("Tesla V100", (7, 0), 32 << 30, 31 << 30))
+    assert "compute capability 8.0 is needed" in str(fact.advice)
+    assert doctor._backend(None, Gpu("Tesla V100", (7, 0), 32 << 30, 31 << 30))[0].value == "native"
+    assert doctor._gpu("no driver") == []
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    [fact] = doctor._gpu("no driver")
+    assert (fact.value, fact.advice) == ("none", "if there is one: no driver")
+
+
+def test_gpu_seconds_are_the_median_of_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 11.0, 13.0])  # ms
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert doctor._gpu_seconds(lambda: None, rounds=3) == pytest.approx(2e-3)
