@@ -95,10 +95,13 @@ class StepInput:
         row_sequences: to which sequence each row belongs, [num_rows], -1 for padding.
         logit_sequences: the same for rows of logits, [num_rows].
         host_tokens: the token of each row, [num_rows], or -1: the newest, or a draft, which the device knows.
-        draft_seats, draft_depths: [num_seqs] the deepest first; -1 and 0 for padding.
+        draft_seats, draft_depths: the deepest first, [most sequences of any step]; -1 and 0 for padding.
         noise_key: [4]: both halves of the engine's seed, the step's number, and nothing.
     """
 
+    draft_seats: Tensor
+    draft_depths: Tensor
+    noise_key: Tensor
     seats: Tensor
     num_tokens: Tensor
     num_drafts: Tensor
@@ -108,24 +111,21 @@ class StepInput:
     row_sequences: Tensor
     logit_sequences: Tensor
     host_tokens: Tensor
-    draft_seats: Tensor
-    draft_depths: Tensor
-    noise_key: Tensor
 
     @classmethod
-    def size(cls, num_seqs: int, num_rows: int) -> int:
+    def size(cls, most_seqs: int, num_seqs: int, num_rows: int) -> int:
         """Of the buffer, in int32 words."""
-        return sum(cls._lengths(num_seqs, num_rows))
+        return sum(cls._lengths(most_seqs, num_seqs, num_rows))
 
     @classmethod
-    def view(cls, buffer: Tensor, num_seqs: int, num_rows: int) -> StepInput:
-        """The parts of a buffer [size] int32, without copying."""
-        lengths = cls._lengths(num_seqs, num_rows)
+    def view(cls, buffer: Tensor, most_seqs: int, num_seqs: int, num_rows: int) -> StepInput:
+        """The parts of a buffer [size] int32, without copying. What drafting needs lies the same in all of them."""
+        lengths = cls._lengths(most_seqs, num_seqs, num_rows)
         return cls(*torch.split(buffer[: sum(lengths)], lengths))
 
     @staticmethod
-    def _lengths(num_seqs: int, num_rows: int) -> list[int]:
-        return [*[num_seqs] * 4, *[num_seqs + 1] * 2, *[num_rows] * 3, *[num_seqs] * 2, 4]
+    def _lengths(most_seqs: int, num_seqs: int, num_rows: int) -> list[int]:
+        return [most_seqs, most_seqs, 4, *[num_seqs] * 4, *[num_seqs + 1] * 2, *[num_rows] * 3]
 
 
 @dataclass(frozen=True, slots=True)
