@@ -412,7 +412,8 @@ def uniform_of(noise_key, stream, seat, j):  # type: ignore[no-untyped-def]
     """Of a step's stream, sequence and draft: in [0, 1).  -> float64"""
     step, low, high = tl.load(noise_key + 2), tl.load(noise_key), tl.load(noise_key + 1)
     domain = tl.zeros([], tl.uint32) + UNIFORM_DOMAIN
-    first, second, _, _ = philox(seat, step, stream * 65536 + j, domain, low, high)
+    number = tl.zeros([], tl.int32) + j + stream * 65536
+    first, second, _, _ = philox(seat, step, number, domain, low, high)
     return ((first >> 5).to(tl.float64) * 67108864.0 + (second >> 6).to(tl.float64)) * 2.0**-53
 
 
