@@ -106,13 +106,13 @@ def _launch(kernel: Any, logits: Tensor, *arguments: Tensor, **constants: bool) 
 
 
 @triton.jit
-def _argmax_kernel(logits, out, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _argmax_kernel(logits, out, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     tl.store(out + i, argmax_of(logits + i * VOCAB, VOCAB, BLOCK))
 
 
 @triton.jit
-def _distribution_kernel(  # type: ignore[no-untyped-def]
+def _distribution_kernel(
     logits,
     temperature,
     top_k,
@@ -135,7 +135,7 @@ def _distribution_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gumbel_kernel(logits, temperature, keys, out, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gumbel_kernel(logits, temperature, keys, out, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     key = keys + i * 4
     seed_low, seed_high = tl.load(key), tl.load(key + 1)
@@ -145,7 +145,7 @@ def _gumbel_kernel(logits, temperature, keys, out, VOCAB: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _draw_kernel(weights, u, out, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _draw_kernel(weights, u, out, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     row = weights + i * VOCAB
     tl.store(out + i, draw_from(row, row, False, 1.0, -1, False, tl.load(u + i), VOCAB, BLOCK))
@@ -155,7 +155,7 @@ def _draw_kernel(weights, u, out, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # 
 
 
 @triton.jit
-def load_logits(row, start, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_logits(row, start, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """-inf behind the end, and for a NaN."""
     v = start + tl.arange(0, BLOCK)
     x = tl.load(row + v, mask=v < VOCAB, other=float("-inf"))
@@ -163,7 +163,7 @@ def load_logits(row, start, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: 
 
 
 @triton.jit
-def argmax_of(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def argmax_of(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The lowest id of the largest logit; 0 if all are -inf.  -> int32"""
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -176,7 +176,7 @@ def argmax_of(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _highest(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _highest(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The largest logit, clamped, so that nothing less it is NaN."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, VOCAB, BLOCK):
@@ -185,7 +185,7 @@ def _highest(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
-def _inverse(temperature):  # type: ignore[no-untyped-def]
+def _inverse(temperature):
     """1 / temperature, clamped: times 0, of the largest logit, it is 0."""
     return tl.minimum(tl.math.div_rn(tl.full([], 1.0, tl.float32), temperature), HIGHEST)
 
@@ -194,36 +194,32 @@ def _inverse(temperature):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _image(x):  # type: ignore[no-untyped-def]
+def _image(x):
     """float32 to integers in the same order.  -> int64"""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & MAGNITUDE)).to(tl.int64)
 
 
 @triton.jit
-def _value(image):  # type: ignore[no-untyped-def]
+def _value(image):
     """The float32 of an image."""
     bits = image.to(tl.int32)
     return (bits ^ ((bits >> 31) & MAGNITUDE)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _distance(x, highest, centre):  # type: ignore[no-untyped-def]
+def _distance(x, highest, centre):
     """How far logits are from the mean, which is `centre` above the largest.  -> float32"""
     return tl.abs(x.to(tl.float64) - highest.to(tl.float64) - centre).to(tl.float32)
 
 
 @triton.jit
-def _key(x, highest, centre, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    if KIND == BY_SURPRISE:
-        key = -_distance(x, highest, centre)
-    else:
-        key = x
-    return key
+def _key(x, highest, centre, KIND: tl.constexpr):
+    return -_distance(x, highest, centre) if KIND == BY_SURPRISE else x
 
 
 @triton.jit
-def _mass(x, highest, inverse, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mass(x, highest, inverse, KIND: tl.constexpr):
     if KIND == BY_RANK:
         mass = tl.where(x > float("-inf"), 1, 0)  # int32
     else:
@@ -232,14 +228,11 @@ def _mass(x, highest, inverse, KIND: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _threshold(row, VOCAB: tl.constexpr, target, highest, inverse, centre, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _threshold(row, VOCAB: tl.constexpr, target, highest, inverse, centre, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """The largest t such that what has keys >= t has at least a target mass; the lowest float32 if there is none."""
     DTYPE: tl.constexpr = tl.int32 if KIND == BY_RANK else tl.int64
     low = tl.zeros([], tl.int64) + LOWEST_IMAGE
-    if KIND == BY_SURPRISE:
-        high = tl.full([], 1, tl.int64)
-    else:
-        high = _image(highest) + 1
+    high = _image(tl.zeros([], tl.float32) if KIND == BY_SURPRISE else highest) + 1
     # What is >= low reaches the target, what is >= high does not. Each pass takes two bits.
     while high - low > 1:
         step = tl.maximum((high - low) >> 2, 1)
@@ -262,7 +255,7 @@ def _threshold(row, VOCAB: tl.constexpr, target, highest, inverse, centre, KIND:
 
 
 @triton.jit
-def _share_of(row, VOCAB: tl.constexpr, share, highest, inverse, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _share_of(row, VOCAB: tl.constexpr, share, highest, inverse, BLOCK: tl.constexpr):
     """The mass that reaches a share of the whole, at least 1: a share may round to 0.  -> int64"""
     masses = tl.zeros([BLOCK], tl.int64)
     for start in range(0, VOCAB, BLOCK):
@@ -272,7 +265,7 @@ def _share_of(row, VOCAB: tl.constexpr, share, highest, inverse, BLOCK: tl.const
 
 
 @triton.jit
-def _keep(row, VOCAB: tl.constexpr, least, highest, centre, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _keep(row, VOCAB: tl.constexpr, least, highest, centre, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """-inf where the key is below `least`. Nobody reads the row before all is written."""
     tl.debug_barrier()
     for start in range(0, VOCAB, BLOCK):
@@ -283,7 +276,7 @@ def _keep(row, VOCAB: tl.constexpr, least, highest, centre, KIND: tl.constexpr, 
 
 
 @triton.jit
-def _keep_min_p(row, VOCAB: tl.constexpr, temperature, min_p, highest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _keep_min_p(row, VOCAB: tl.constexpr, temperature, min_p, highest, BLOCK: tl.constexpr):
     least = tl.log(min_p.to(tl.float64))
     warmth = temperature.to(tl.float64)
     tl.debug_barrier()
@@ -296,7 +289,7 @@ def _keep_min_p(row, VOCAB: tl.constexpr, temperature, min_p, highest, BLOCK: tl
 
 
 @triton.jit
-def _mean(row, VOCAB: tl.constexpr, temperature, highest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mean(row, VOCAB: tl.constexpr, temperature, highest, BLOCK: tl.constexpr):
     """Of the logits less the largest, by their probabilities.  -> float64"""
     warmth = temperature.to(tl.float64)
     total = tl.zeros([BLOCK], tl.float64)
@@ -310,7 +303,7 @@ def _mean(row, VOCAB: tl.constexpr, temperature, highest, BLOCK: tl.constexpr): 
 
 
 @triton.jit
-def truncate_row(row, VOCAB: tl.constexpr, temperature, top_k, top_p, min_p, typical_p, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def truncate_row(row, VOCAB: tl.constexpr, temperature, top_k, top_p, min_p, typical_p, BLOCK: tl.constexpr):
     """The steps of `sampling.truncate_`, each of which leaves -inf in the row; one that is off costs nothing."""
     cuts = (top_k > 0) & (top_k < VOCAB)
     if cuts | (top_p < 1) | (min_p > 0) | (typical_p < 1):
@@ -338,7 +331,7 @@ def truncate_row(row, VOCAB: tl.constexpr, temperature, top_k, top_p, min_p, typ
 
 
 @triton.jit
-def softmax_row(row, out, VOCAB: tl.constexpr, temperature, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def softmax_row(row, out, VOCAB: tl.constexpr, temperature, BLOCK: tl.constexpr):
     """Probabilities of a row of logits, to where they are wanted, which may be the row itself."""
     inverse = _inverse(temperature)
     highest = _highest(row, VOCAB, BLOCK)
@@ -358,21 +351,21 @@ def softmax_row(row, out, VOCAB: tl.constexpr, temperature, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def philox(a, b, c, d, left, right):  # type: ignore[no-untyped-def]
+def philox(a, b, c, d, left, right):
     """Philox4x32-10 of a counter and a key, the low 32 bits of each.  -> four uint32"""
     a, b, c, d = a.to(tl.uint32), b.to(tl.uint32), c.to(tl.uint32), d.to(tl.uint32)
     return philox_impl(a, b, c, d, left.to(tl.uint32), right.to(tl.uint32), 10)
 
 
 @triton.jit
-def _noise(words):  # type: ignore[no-untyped-def]
+def _noise(words):
     """-log(-log1p(-w)), float64. w is a multiple of 2^-33, so that 1 - w is exact, and its logarithm too."""
     w = tl.minimum((words.to(tl.float64) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -tl.log(-tl.log(1 - w))
 
 
 @triton.jit
-def _rough_noise(words):  # type: ignore[no-untyped-def]
+def _rough_noise(words):
     """The same in float32, off by less than 1e-3."""
     w = (words.to(tl.float32) + 0.5) * 2.0**-32
     rest = tl.maximum(((words ^ ALL_32).to(tl.float32) + 0.5) * 2.0**-32, 2.0**-24)
@@ -381,7 +374,7 @@ def _rough_noise(words):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def gumbel_argmax_of(row, VOCAB: tl.constexpr, temperature, seed_low, seed_high, position, choice, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def gumbel_argmax_of(row, VOCAB: tl.constexpr, temperature, seed_low, seed_high, position, choice, BLOCK: tl.constexpr):
     """float64 logarithms are dear: only blocks that may hold the winner, by a look in float32, have them.  -> int32"""
     highest = _highest(row, VOCAB, BLOCK)
     inverse = _inverse(temperature)
@@ -408,7 +401,7 @@ def gumbel_argmax_of(row, VOCAB: tl.constexpr, temperature, seed_low, seed_high,
 
 
 @triton.jit
-def uniform_of(noise_key, stream, seat, j):  # type: ignore[no-untyped-def]
+def uniform_of(noise_key, stream, seat, j):
     """Of a step's stream, sequence and draft: in [0, 1).  -> float64"""
     step, low, high = tl.load(noise_key + 2), tl.load(noise_key), tl.load(noise_key + 1)
     domain = tl.zeros([], tl.uint32) + UNIFORM_DOMAIN
@@ -418,7 +411,7 @@ def uniform_of(noise_key, stream, seat, j):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _left(p, q, has_q, scale, skip, start, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _left(p, q, has_q, scale, skip, start, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """max(scale * p - q, 0), and 0 at the token `skip`; without q: scale * p.  -> float32"""
     v = start + tl.arange(0, BLOCK)
     some = tl.load(p + v, mask=v < VOCAB, other=0.0)
@@ -428,7 +421,7 @@ def _left(p, q, has_q, scale, skip, start, VOCAB: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _total(p, q, has_q, scale, skip, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _total(p, q, has_q, scale, skip, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Summed as `draw_from` does, to the bit."""
     total = tl.zeros([], tl.float64)
     for start in range(0, VOCAB, BLOCK):
@@ -437,7 +430,7 @@ def _total(p, q, has_q, scale, skip, VOCAB: tl.constexpr, BLOCK: tl.constexpr): 
 
 
 @triton.jit
-def draw_from(p, q, has_q, scale, skip, or_p, u, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def draw_from(p, q, has_q, scale, skip, or_p, u, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """`sampling.draw` from max(scale * p - q, 0) without the token `skip`, or from p where `or_p` and nothing is left.
 
     Args:

@@ -158,18 +158,18 @@ def _checked(logits: Tensor, table: SequenceTable) -> tuple[int, int]:
 
 
 @triton.jit
-def _float(column):  # type: ignore[no-untyped-def]
+def _float(column):
     return tl.load(column).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _truncate(row, fact, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _truncate(row, fact, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     top_p, min_p, typical_p = _float(fact + TOP_P), _float(fact + MIN_P), _float(fact + TYPICAL_P)
     truncate_row(row, VOCAB, _float(fact + TEMPERATURE), tl.load(fact + TOP_K), top_p, min_p, typical_p, BLOCK)
 
 
 @triton.jit
-def _chosen(row, fact, rule, position, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _chosen(row, fact, rule, position, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """By argmax, or with the noise of the seed; for target and draft alike.  -> int32"""
     token = tl.zeros([], tl.int32)
     if rule == GREEDY:
@@ -182,20 +182,20 @@ def _chosen(row, fact, rule, position, VOCAB: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _probs_of(probs, seat, j, DEPTH: tl.constexpr, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
+def _probs_of(probs, seat, j, DEPTH: tl.constexpr, VOCAB: tl.constexpr):
     """Where what draft j was drawn from begins."""
     return probs + (seat.to(tl.int64) * DEPTH + j) * VOCAB
 
 
 @triton.jit
-def _weight_behind(weight, p_x, q_x):  # type: ignore[no-untyped-def]
+def _weight_behind(weight, p_x, q_x):
     """w_i of w_(i-1) and the probabilities of draft i: see `rejection`.  -> float32"""
     ratio = tl.math.div_rn(p_x, tl.where(q_x > 0, q_x, 1.0))
     return tl.minimum(weight * tl.where(q_x > 0, ratio, 0.0), 1.0)
 
 
 @triton.jit
-def _choose(  # type: ignore[no-untyped-def]
+def _choose(
     logits,
     facts,
     drafts,
@@ -228,7 +228,7 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _evaluate(  # type: ignore[no-untyped-def]
+def _evaluate(
     logits,
     choices,
     facts,
@@ -258,7 +258,7 @@ def _evaluate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _compare(  # type: ignore[no-untyped-def]
+def _compare(
     logits,
     z,
     labels,
@@ -319,7 +319,7 @@ def _compare(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decide(  # type: ignore[no-untyped-def]
+def _decide(
     logits,
     choices,
     z,
