@@ -6,7 +6,17 @@ Those of the decoder take fp32 or bf16, those of sampling fp32 or fp64.
 """
 
 from paceline_kernels.batch import PagedBatch
-from paceline_kernels.reference import linear, paged_attention, rms_norm, rotary, silu_mul, store_kv
+from paceline_kernels.int8 import Int8Weight
+from paceline_kernels.reference import (
+    add_rms_norm,
+    linear,
+    paged_attention,
+    rms_norm,
+    rotary,
+    rotate_and_store,
+    silu_mul,
+    store_kv,
+)
 from paceline_kernels.sampling import (
     argmax,
     distribution_,
@@ -21,7 +31,9 @@ from paceline_kernels.sampling import (
 )
 
 __all__ = [
+    "Int8Weight",
     "PagedBatch",
+    "add_rms_norm",
     "argmax",
     "distribution_",
     "draw",
@@ -34,6 +46,7 @@ __all__ = [
     "residual_mass",
     "rms_norm",
     "rotary",
+    "rotate_and_store",
     "silu_mul",
     "softmax_",
     "store_kv",

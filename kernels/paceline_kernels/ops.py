@@ -9,20 +9,35 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline_kernels.batch import PagedBatch
+from paceline_kernels.int8 import Int8Weight
 
 
 class Ops(Protocol):
-    """The operations of a decoder, as `reference` documents them. They run on fp32 and bf16, without gradients."""
+    """The operations of a decoder, as `reference` documents them. They run on fp32 and bf16, without gradients.
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    They are cut so that each one reads its inputs once: what a GPU waits for between two products is memory.
+    """
+
+    def linear(self, x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+    def rotate_and_store(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor: ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
-
-    def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None: ...
 
     def paged_attention(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, scale: float

@@ -13,15 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline_kernels.batch import PagedBatch
+from paceline_kernels.int8 import Int8Weight
 
 PIECE_ROWS = 256  # longer runs are cut, which bounds the mask and skips most of the upper triangle
 GATHERED_TOKENS = 1 << 15  # tokens whose K and V are copied out of the pages at a time, which bounds the copy
 SMALLEST_WIDTH = 64
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] times weight [out, in] transposed, plus bias [out]; all of one dtype -> [rows, out]."""
-    return F.linear(x, weight, bias)
+def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """x [rows, in] times weight [out, in] transposed, plus bias [out] -> [rows, out]; all of one dtype, but a weight of
+    8 bits goes with either.
+    """
+    return F.linear(x, weight.dequantized(x.dtype) if isinstance(weight, Int8Weight) else weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,6 +35,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum, rounded to their dtype; both new, of their shape [rows, size]."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,6 +56,35 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def rotate_and_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Rotate query and key, and write key and value where their rows belong; returns the rotated query, a new tensor.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim]; it, key and value may be views of one tensor.
+        key, value: [num_tokens, num_kv_heads, head_dim].
+        cos, sin: tables of all positions, [max_positions, head_dim / 2], of the same dtype.
+        positions: rows of the tables, [num_tokens] int64 or int32.
+        key_cache, value_cache: mutated; see `store_kv`.
+        slots: [num_tokens] int64 or int32.
+
+    A backend whose batches are padded takes rows with negative slots, which it does not write, and with negative
+    positions, which it reads as 0; this one does not.
+    """
+    query, key = rotary(query, key, cos[positions], sin[positions])
+    store_kv(key, value, key_cache, value_cache, slots.long())
+    return query
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

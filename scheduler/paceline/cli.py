@@ -101,6 +101,12 @@ def engine_settings(
             parser=parse_size, metavar="SIZE", help="Memory for KV, such as 512MiB (a share of what is free)."
         ),
     ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda", help="What computes; auto: a GPU if there is one.")
+    ] = "auto",
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of a GPU's memory, for weights, steps and KV together.")
+    ] = 0.9,
     block_size: Annotated[int, typer.Option(metavar="TOKENS", help="Per KV block.")] = 16,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the engine's random numbers.")] = 0,
     depth: Annotated[
@@ -109,7 +115,11 @@ def engine_settings(
     min_depth: Annotated[int, typer.Option(metavar="N", help="Lowest depth, unless a request asks for less.")] = 0,
     max_depth: Annotated[int | None, typer.Option(metavar="N", help="Highest depth of any request (8).")] = None,
     backend: Annotated[
-        str, typer.Option(metavar="auto|native|torch", help="What computes: code compiled for this CPU, or torch.")
+        str,
+        typer.Option(
+            metavar="auto|native|torch|triton",
+            help="What computes: code compiled for this CPU, torch, or kernels for GPUs.",
+        ),
     ] = "auto",
     quantization: Annotated[str, typer.Option(metavar="none|int8", help="Of the model's weights.")] = "none",
     draft_quantization: Annotated[str, typer.Option(metavar="none|int8", help="Of the draft's weights.")] = "none",
@@ -153,6 +163,8 @@ def engine_settings(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_memory=kv_cache_memory,
+        device=device,
+        gpu_memory_utilization=gpu_memory_utilization,
         block_size=block_size,
         seed=seed,
         depth=depth,

@@ -5,47 +5,65 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from paceline import cost_cache, demo
-from paceline.config_file import check_tenants
 from paceline.core.adaptive_depth import MAX_DEPTH, AdaptiveDepth
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import FixedDepth
+from paceline.core.grammar import GrammarCompiler
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
+from paceline.device import (
+    Gpu,
+    Needed,
+    check_head_dim,
+    check_memory,
+    check_utilization,
+    choose_gpu,
+    in_gib,
+    triton_obstacle,
+)
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.profile import profile
 from paceline.engine.tokenizer import TransformersTokenizer
 from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.models import Model, ModelConfig, NativeDecoder, load_model, load_model_config, load_native
 from paceline.models.tokenizer import load_tokenizer
+from paceline.models.weights import weight_bytes
 from paceline.runner import Drafter, KVCache, ModelRunner
+from paceline.runner.drafter import Scorer
+from paceline.runner.memory import LargestStep, kv_bytes, measure
 from paceline.speculation import DraftModel, Ngram
-from paceline.structured import LLGuidanceCompiler
 from paceline_kernels.cpu import decoder
 from paceline_kernels.cpu.memory import free_memory, total_memory
+from paceline_kernels.ops import Ops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "native", "torch")
+BACKENDS = ("auto", "native", "torch", "triton")
 QUANTIZATIONS = ("none", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFF = "off"
 SERVED_NAME = re.compile(r"[!-~]{1,128}")
 HUB_PREFIX = "models--"  # of the directory in which the hub's cache keeps a model
 PROFILE_SECONDS = 16.0  # at most, to measure what steps cost
-DEFAULT_MEMORY_SHARE = 0.25  # of the memory that is free at start, for KV
+DEFAULT_MEMORY_SHARE = 0.25  # of the memory that is free at start, for KV on a CPU
+MOST_CACHED = 4  # times as many KV blocks as all running requests can use: more only keep prompts that nobody asks for
 
 
 @dataclass(frozen=True)
@@ -56,14 +74,18 @@ class EngineSettings:
         model: a Hugging Face directory, or "demo" for the embedded target.
         draft: a directory, "demo" for the embedded draft, "ngram" or "none".
         dtype: "auto", "float32" or "bfloat16".
-        kv_cache_memory: bytes for target and draft KV together.
+        device: "auto", "cpu" or "cuda"; auto is a GPU where torch finds one.
+        gpu_memory_utilization: share of a GPU's memory that weights, steps and KV may take together.
+        kv_cache_memory: bytes for target and draft KV together; None takes what is left of the share above, on a CPU
+            a quarter of what is free.
         take_memory: all of it from the system at start, for which no step has to wait then.
         depth: "auto", "off", or a number of drafts for every request.
         min_depth: lowest depth of a request that does not ask for less.
         max_depth: highest depth of any request; None takes MAX_DEPTH, or `depth` if that is higher. 0 is off.
         tenants: what is granted to whom, by name.
         default_tenant: what everybody else is granted; None refuses them.
-        backend: "auto", "native" (compiled here, CPUs only) or "torch"; auto is native where that can be.
+        backend: "auto", "native" (compiled here, CPUs only), "triton" (GPUs only) or "torch"; auto is native on a CPU
+            and triton on a GPU, where that can be.
         quantization, draft_quantization: of the weights of target and draft, "none" or "int8".
         threads: that compute; None takes torch's number.
         reproducible: greedy and seeded output is the same, to the bit, whatever the batch, the chunks and the depth;
@@ -81,6 +103,8 @@ class EngineSettings:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    device: str = "auto"
+    gpu_memory_utilization: float = 0.9
     kv_cache_memory: int | None = None
     take_memory: bool = False
     block_size: int = 16
@@ -124,11 +148,13 @@ def build_engine(settings: EngineSettings) -> Engine:
     if settings.served_model_name is not None and not SERVED_NAME.fullmatch(settings.served_model_name):
         allowed = "1 to 128 printable ASCII characters without blanks"
         raise InvalidArgument("served_model_name", settings.served_model_name, allowed)
+    check_utilization(settings.gpu_memory_utilization)
     logger.info("loading model %s, draft %s", settings.model, settings.draft)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = choose_gpu(settings.device)
+    device = torch.device("cpu" if gpu is None else "cuda")
     _set_threads(settings.threads)
-    native = _choose_native(settings, device)
-    dtype = _choose_dtype(settings.dtype, device, native)
+    backend = _choose_backend(settings, gpu)
+    dtype = _choose_dtype(settings.dtype, gpu, backend)
     method, depth, max_depth = _speculation(settings)
     model_path = _model_path(settings.model)
     draft_path = None if max_depth == 0 else _draft_path(settings.draft)
@@ -138,10 +164,15 @@ def build_engine(settings: EngineSettings) -> Engine:
     if draft_config is not None and draft_path is not None:
         _check_pair(settings, config, draft_config, tokenizer.get_vocab(), load_tokenizer(draft_path).get_vocab())
     max_model_len = _choose_max_model_len(settings, config)
-    per_block = _bytes_per_block(settings.block_size, config, draft_config, dtype, native)
-    num_blocks = _choose_num_blocks(settings, per_block, max_model_len, device)
+    per_block = _bytes_per_block(settings.block_size, config, draft_config, dtype, backend)
+    if backend == "triton":
+        check_head_dim("model", settings.model, config.head_dim)
+        if draft_config is not None:
+            check_head_dim("draft", settings.draft, draft_config.head_dim)
+    if gpu is not None:
+        _check_gpu_memory(settings, gpu, config, draft_config, dtype, per_block, max_model_len)
     scheduler_config = SchedulerConfig(
-        num_blocks=num_blocks,
+        num_blocks=_choose_num_blocks(settings, per_block, max_model_len, gpu),
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -159,10 +190,18 @@ def build_engine(settings: EngineSettings) -> Engine:
         max_queued=settings.max_queued,
         **({} if draft_config is None else {"max_draft_len": draft_config.max_position_embeddings}),
     )
-    check_tenants(settings.tenants, settings.default_tenant, scheduler_config)
+    if settings.tenants or settings.default_tenant != ONE_SHARE:
+        from paceline.config_file import check_tenants  # pydantic's, which needs no load without tenants
 
-    def load(path: Path, quantization: str) -> Model:
-        return load_native(path, dtype, int8=quantization == "int8") if native else load_model(path, dtype, device)
+        check_tenants(settings.tenants, settings.default_tenant, scheduler_config)
+
+    target = _load(model_path, dtype, device, backend, settings.quantization)
+    draft = None if draft_path is None else _load(draft_path, dtype, device, backend, settings.draft_quantization)
+    if gpu is not None and settings.kv_cache_memory is None:
+        models = [target] if draft is None else [target, draft]
+        num_blocks = _measure_num_blocks(settings, scheduler_config, models, per_block, gpu)
+        scheduler_config = replace(scheduler_config, num_blocks=num_blocks)
+    num_blocks = scheduler_config.num_blocks
 
     def kv_cache(model: Model) -> KVCache:
         try:
@@ -170,17 +209,15 @@ def build_engine(settings: EngineSettings) -> Engine:
         except (OSError, torch.OutOfMemoryError) as error:
             allowed = f"a size that the system gives: of {num_blocks * per_block} bytes it says {error}"
             raise InvalidArgument("kv_cache_memory", settings.kv_cache_memory, allowed) from error
-        if settings.take_memory:
+        if settings.take_memory and gpu is None:  # a GPU gives it at once
             cache.take_memory()
         return cache
 
-    target = load(model_path, settings.quantization)
     ngram = Ngram()
     drafters: dict[Method, Drafter] = {} if max_depth == 0 else {Method.NGRAM: ngram}
-    if draft_path is not None and draft_config is not None:
-        draft = load(draft_path, settings.draft_quantization)
+    if draft is not None:
         drafters[Method.DRAFT_MODEL] = DraftModel(draft, kv_cache(draft), settings.seed)
-    runner = ModelRunner(target, kv_cache(target), drafters, settings.seed, scorer=ngram)
+    runner = _runner(settings, scheduler_config, backend, target, kv_cache(target), drafters, ngram)
     engine = Engine(
         Scheduler(scheduler_config, SpeculationControl(FixedDepth(depth or 0))),
         runner,
@@ -189,7 +226,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         vocab_size=config.vocab_size,
         methods=drafters,
         default_sampling=_default_sampling(config),
-        grammars=LLGuidanceCompiler(tokenizer, config.vocab_size, config.eos_token_ids),
+        grammars=_grammars(tokenizer, config),
         max_logprobs=settings.max_logprobs,
     )
     _warm_up(engine)
@@ -201,17 +238,75 @@ def build_engine(settings: EngineSettings) -> Engine:
             dtype=str(dtype),
             quantization=settings.quantization,
             draft_quantization=settings.draft_quantization,
-            backend=decoder.identity() if native else "torch",
+            backend=decoder.identity() if backend == "native" else backend,
             threads=torch.get_num_threads(),
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            device="cpu" if gpu is None else gpu.name,
         )
         costs = _costs(key, runner, scheduler_config)
         engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=max_depth), costs)
     # After the warm-up, whose requests are no tenant's.
     engine.scheduler.tenants.set_policies(settings.tenants, settings.default_tenant)
-    backend = "native" if native else f"torch on {device}"
-    _log_choices(engine, settings, dtype, backend, num_blocks * per_block)
+    computing = backend if backend == "native" else f"{backend} on {device if gpu is None else gpu.name}"
+    _log_choices(engine, settings, dtype, computing, num_blocks * per_block)
     return engine
+
+
+def _runner(
+    settings: EngineSettings,
+    config: SchedulerConfig,
+    backend: str,
+    target: Model,
+    kv_cache: KVCache,
+    drafters: dict[Method, Drafter],
+    scorer: Scorer,
+) -> ModelRunner:
+    """Who executes the steps."""
+    if backend != "triton":
+        return ModelRunner(target, kv_cache, drafters, settings.seed, scorer=scorer)
+    from paceline.runner.device_runner import DeviceRunner  # as `_triton_ops`
+
+    draft = drafters.get(Method.DRAFT_MODEL)
+    return DeviceRunner(
+        target,
+        kv_cache,
+        drafters,
+        settings.seed,
+        scorer,
+        draft=(draft.model, draft.kv_cache) if isinstance(draft, DraftModel) else None,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        max_depth=config.max_depth,
+    )
+
+
+def _load(path: Path, dtype: torch.dtype, device: torch.device, backend: str, quantization: str) -> Model:
+    int8 = quantization == "int8"
+    if backend == "native":
+        return load_native(path, dtype, int8=int8)
+    try:
+        if backend == "triton":
+            return load_model(path, dtype, device, ops=_triton_ops(), int8=int8)
+        return load_model(path, dtype, device)
+    except torch.OutOfMemoryError as error:
+        raise FailedPrecondition(f"the weights of {path} do not fit on the GPU: {error}") from error
+
+
+def _triton_ops() -> Ops:
+    """Imported here, since there may be no Triton, and importing it takes long."""
+    from paceline_kernels.triton import ops
+
+    return ops
+
+
+def _grammars(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> GrammarCompiler | None:
+    """None, which refuses constraints, on a machine without llguidance: all else can be served there."""
+    try:
+        from paceline.structured import LLGuidanceCompiler
+    except ImportError as error:
+        logger.warning("no grammars are served: %s", error)
+        return None
+    return LLGuidanceCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
 
 
 def _log_choices(engine: Engine, settings: EngineSettings, dtype: torch.dtype, backend: str, kv_bytes: int) -> None:
@@ -254,14 +349,14 @@ def _costs(key: str, runner: ModelRunner, config: SchedulerConfig) -> CostModel:
     return costs
 
 
-def _choose_dtype(name: str, device: torch.device, native: bool) -> torch.dtype:
+def _choose_dtype(name: str, gpu: Gpu | None, backend: str) -> torch.dtype:
     if name == "auto":
-        if device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        if gpu is not None:
+            return torch.bfloat16
         capabilities = torch.cpu.get_capabilities()
         # The native backend widens what it reads: with half of the bytes, few rows take about half of the time.
-        fast = native or capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16")
-        return torch.bfloat16 if fast else torch.float32
+        fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16")
+        return torch.bfloat16 if fast or backend == "native" else torch.float32
     return DTYPES[name]
 
 
@@ -274,33 +369,42 @@ def _set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def _choose_native(settings: EngineSettings, device: torch.device) -> bool:
-    """Whether the native backend computes. What only it can do is refused where it cannot run."""
+def _choose_backend(settings: EngineSettings, gpu: Gpu | None) -> str:
+    """Which computes: native, triton or torch. What only the others can do is refused where they cannot run."""
     if settings.backend not in BACKENDS:
         raise InvalidArgument("backend", settings.backend, ", ".join(BACKENDS))
     for option in ("quantization", "draft_quantization"):
         if getattr(settings, option) not in QUANTIZATIONS:
             raise InvalidArgument(option, getattr(settings, option), " or ".join(QUANTIZATIONS))
-    if settings.backend == "torch":
-        obstacle: str | None = "backend = torch"
-    elif device.type != "cpu":
-        obstacle = f"it runs on CPUs only, and this server uses {device}"
-    else:
-        obstacle = decoder.available()
-    if obstacle is None:
-        return True
+    fast = "native" if gpu is None and settings.backend != "triton" else "triton"
+    obstacles = {"native": _native_obstacle(settings.backend, gpu), "triton": _triton_obstacle(settings.backend, gpu)}
     asked_for = {
-        "backend = native": settings.backend == "native",
-        "quantization = int8": settings.quantization == "int8",
-        "draft_quantization = int8": settings.draft_quantization == "int8",
-        "reproducible": settings.reproducible,
+        "backend = native": ("native", settings.backend == "native"),
+        "backend = triton": ("triton", settings.backend == "triton"),
+        "quantization = int8": (fast, settings.quantization == "int8"),
+        "draft_quantization = int8": (fast, settings.draft_quantization == "int8"),
+        "reproducible": ("native", settings.reproducible),
     }
-    for name, asked in asked_for.items():
-        if asked:
-            raise FailedPrecondition(f"{name}: the native backend is needed: {obstacle}")
-    if settings.backend == "auto" and device.type == "cpu":
-        logger.warning("no native backend, torch computes, several times slower: %s", obstacle)
-    return False
+    for name, (needed, asked) in asked_for.items():
+        if asked and obstacles[needed] is not None:
+            raise FailedPrecondition(f"{name}: the {needed} backend is needed: {obstacles[needed]}")
+    if obstacles[fast] is None:
+        return fast
+    if settings.backend == "auto":
+        logger.warning("no %s backend, torch computes, several times slower: %s", fast, obstacles[fast])
+    return "torch"
+
+
+def _native_obstacle(backend: str, gpu: Gpu | None) -> str | None:
+    """Why the native backend does not compute; None if it can."""
+    if gpu is not None:
+        return "it runs on CPUs only, and this server uses cuda; device = cpu has it"
+    return decoder.available() if backend in ("auto", "native") else f"backend = {backend}"
+
+
+def _triton_obstacle(backend: str, gpu: Gpu | None) -> str | None:
+    """Why the triton backend does not compute; None if it can."""
+    return triton_obstacle(gpu) if backend in ("auto", "triton") else f"backend = {backend}"
 
 
 def _model_path(name: str) -> Path:
@@ -372,25 +476,28 @@ def _choose_max_model_len(settings: EngineSettings, config: ModelConfig) -> int:
 
 
 def _bytes_per_block(
-    size: int, config: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype, native: bool
+    size: int, config: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype, backend: str
 ) -> int:
     """Of target and draft KV together."""
     if size < 1:
         raise InvalidArgument("block_size", size, "an integer >= 1")
-    lanes = NativeDecoder.kv_lanes if native else 1
+    lanes = NativeDecoder.kv_lanes if backend == "native" else 1
     return sum(KVCache.bytes_per_block(c, size, dtype, lanes) for c in (config, draft) if c is not None)
 
 
-def _choose_num_blocks(settings: EngineSettings, per_block: int, max_model_len: int, device: torch.device) -> int:
-    """Blocks that the KV memory holds; at least one request of full length must fit."""
+def _choose_num_blocks(settings: EngineSettings, per_block: int, max_model_len: int, gpu: Gpu | None) -> int:
+    """Blocks that the KV memory holds; at least one request of full length must fit. On a GPU, unless they are set,
+    no more than that: `_measure_num_blocks` tells when the weights are there.
+    """
     needed = -(-max_model_len // settings.block_size)
     if settings.kv_cache_memory is None:
+        if gpu is not None:
+            return needed
         # Never more than every running request could use.
-        return max(
-            needed, min(needed * settings.max_num_seqs, int(_free_memory(device) * DEFAULT_MEMORY_SHARE) // per_block)
-        )
-    if settings.kv_cache_memory > (total := _total_memory(device)):
-        allowed = f"at most {total} bytes, which is all that this machine or its container has"
+        return max(needed, min(needed * settings.max_num_seqs, int(free_memory() * DEFAULT_MEMORY_SHARE) // per_block))
+    total = total_memory() if gpu is None else gpu.total_memory
+    if settings.kv_cache_memory > total:
+        allowed = f"at most {total} bytes, which is all that {_machine(gpu)} has"
         raise InvalidArgument("kv_cache_memory", settings.kv_cache_memory, allowed)
     num_blocks = settings.kv_cache_memory // per_block
     if num_blocks < needed:
@@ -402,14 +509,57 @@ def _choose_num_blocks(settings: EngineSettings, per_block: int, max_model_len: 
     return num_blocks
 
 
-def _free_memory(device: torch.device) -> int:
-    """Bytes."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+def _machine(gpu: Gpu | None) -> str:
+    return "this machine or its container" if gpu is None else gpu.name
 
 
-def _total_memory(device: torch.device) -> int:
-    """Bytes, held or not."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else total_memory()
+def _check_gpu_memory(
+    settings: EngineSettings,
+    gpu: Gpu,
+    config: ModelConfig,
+    draft: ModelConfig | None,
+    dtype: torch.dtype,
+    per_block: int,
+    max_model_len: int,
+) -> None:
+    """Before minutes are spent on loading what cannot be served."""
+    needed = Needed(
+        weights=weight_bytes(config, dtype, int8=settings.quantization == "int8"),
+        draft_weights=0 if draft is None else weight_bytes(draft, dtype, int8=settings.draft_quantization == "int8"),
+        request=-(-max_model_len // settings.block_size) * per_block,
+        max_model_len=max_model_len,
+    )
+    check_memory(gpu, needed, settings.gpu_memory_utilization)
+
+
+def _measure_num_blocks(
+    settings: EngineSettings, config: SchedulerConfig, models: Sequence[Model], per_block: int, gpu: Gpu
+) -> int:
+    """Blocks for what a run of the largest step leaves of the share of the GPU that is granted."""
+    rows = config.max_num_batched_tokens
+    sampled = min(rows, config.max_num_seqs * (1 + config.max_depth))
+    try:
+        measured = measure(models, LargestStep(rows, sampled, config.max_model_len, config.block_size))
+    except torch.OutOfMemoryError as error:
+        raise FailedPrecondition(
+            f"{gpu.name} is too small for a step of max_num_batched_tokens = {rows} rows beside the weights; "
+            f"fewer take less: {error}"
+        ) from error
+    left = kv_bytes(measured, settings.gpu_memory_utilization)
+    logger.info("memory: %s in the largest step, %s for KV", in_gib(measured.peak), in_gib(left))
+    return gpu_blocks(left, per_block, config, settings.gpu_memory_utilization)
+
+
+def gpu_blocks(left: int, per_block: int, config: SchedulerConfig, utilization: float) -> int:
+    """KV blocks in so many bytes. Raises FailedPrecondition where one request of full length does not fit."""
+    needed = config.blocks_for(config.max_model_len)
+    if left < needed * per_block:
+        raise FailedPrecondition(
+            f"gpu_memory_utilization = {utilization:g} leaves {in_gib(left)} for KV beside the weights and the "
+            f"largest step, and one request of max_model_len = {config.max_model_len} tokens needs "
+            f"{in_gib(needed * per_block)}: shorten it, or lower max_num_batched_tokens or max_num_seqs"
+        )
+    return min(left // per_block, MOST_CACHED * needed * config.max_num_seqs)
 
 
 def _default_sampling(config: ModelConfig) -> SamplingParams:

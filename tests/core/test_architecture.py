@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.errors": (),
     "paceline.command_options": ("paceline.client",),
     "paceline.options": (),
+    "paceline.device": (),
     "paceline.compiled": ("paceline.core.scheduler",),
     "paceline.core": (),
     "paceline.config_file": ("paceline.core",),

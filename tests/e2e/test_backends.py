@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from paceline import wiring
+from paceline.device import Gpu
 from paceline.errors import FailedPrecondition
 from paceline.llm import LLM
 from paceline.models import Decoder, NativeDecoder
@@ -24,6 +26,7 @@ from support.pairs import tiny_pair
 PROMPTS = [(3, 1, 4, 1, 5), (9,), tuple(range(40, 70))]
 TOKENS = 12
 BROKEN = {"no compiler": "no-such-compiler", "a compiler that fails": shutil.which("false") or "false"}
+H100 = Gpu("NVIDIA H100", (9, 0), 80 << 30, 79 << 30)
 NATIVE_ONLY: list[dict[str, Any]] = [
     {"backend": "native"},
     {"reproducible": True},
@@ -100,12 +103,18 @@ def test_what_only_it_can_do_is_refused_in_torch(pair: tuple[str, str], asked: d
     assert_refused(settings(pair, backend="torch", **asked), asked, "backend = torch")
 
 
-@pytest.mark.parametrize("asked", NATIVE_ONLY, ids=str)
+@pytest.mark.parametrize("asked", [{"backend": "native"}, {"reproducible": True}], ids=str)
 def test_what_only_it_can_do_is_refused_on_a_gpu(
     pair: tuple[str, str], asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(wiring, "choose_gpu", lambda device: H100)
     assert_refused(settings(pair, **asked), asked, "CPUs only, and this server uses cuda")
+
+
+def test_triton_is_refused_on_a_cpu(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    asked = {"backend": "triton"}
+    assert_refused(settings(pair, **asked), asked, "GPUs only, and this server uses the CPU")
 
 
 def assert_refused(wanted: EngineSettings, asked: dict[str, Any], reason: str) -> None:

@@ -246,3 +246,19 @@ class StepRunner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Mutates the runner's mirror and its KV; the plan stays as it is."""
         ...
+
+
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait for it. Any thread may."""
+        ...
+
+
+class PipelinedRunner(StepRunner, Protocol):
+    """A runner whose steps need not be waited for before the next is launched."""
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start a step, in the order of plans; at most one other has no result yet."""
+        ...

@@ -2,6 +2,8 @@
 
     python -m paceline.demo.widen SRC DST --hidden H --layers L --heads N --kv-heads G --intermediate I
 
+A GPU makes billions of weights in seconds (`--device cuda`): what waits is then the file, best on a RAM disk.
+
 A benchmark needs models of a real size, and speculation needs a draft that agrees with its target. Widening a trained
 pair gives both: every engine runs the full size, at the acceptance of the small pair.
 
@@ -31,9 +33,11 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +60,8 @@ COPIED = (
     "chat_template*",
     "generation_config.json",
 )
+STAGES = 4  # pieces of tensors that are on their way to the file
+STAGE_BYTES = 32 << 20
 
 
 def widen(
@@ -68,16 +74,23 @@ def widen(
     kv_heads: int,
     intermediate: int,
     seed: int = 0,
+    device: str = "cpu",
 ) -> None:
     """Write to `destination` a checkpoint of the given sizes that computes what the one in `source` computes.
 
     The head dimension, the vocabulary and the dtype of the weights stay. Memory holds a few tensors at a time. The same
     arguments give the same bytes. Files of an earlier run in `destination` are replaced, config.json last.
 
+    Args:
+        device: "cpu" or "cuda", which makes the tensors. Of the same seed, each draws another noise.
+
     Raises:
-        InvalidArgument: a size that the source cannot be widened to, or a source that is no plain Llama.
+        InvalidArgument: a size that the source cannot be widened to, a source that is no plain Llama, or a device that
+            is not there.
         ModelLoadError: the source cannot be read.
     """
+    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+        raise InvalidArgument("device", device, "cpu, or cuda on a machine that has it")
     config = load_model_config(source)
     wide = replace(
         config,
@@ -94,7 +107,7 @@ def widen(
     checkpoint = Checkpoint(source)
     destination.mkdir(parents=True, exist_ok=True)
     (destination / "config.json").unlink(missing_ok=True)
-    _write(_Widening(checkpoint, config, wide, seed), destination / SINGLE)
+    _write(_Widening(checkpoint, config, wide, seed, torch.device(device)), destination / SINGLE)
     for pattern in COPIED:
         for file in source.glob(pattern):
             shutil.copyfile(file, destination / file.name)
@@ -141,20 +154,24 @@ def _validate(config: ModelConfig, wide: ModelConfig) -> None:
 class _Widening:
     """The tensors of the wide checkpoint: their shapes at once, their values one by one."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, wide: ModelConfig, seed: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, wide: ModelConfig, seed: int, device: torch.device
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._wide = wide
         self._seed = seed
+        self.device = device
         self._source_sizes = _sizes(config)
         ratio, wide_ratio = config.num_heads // config.num_kv_heads, wide.num_heads // wide.num_kv_heads
-        heads = torch.tensor([i // ratio * wide_ratio + i % ratio for i in range(config.num_heads)])
+        heads = torch.tensor([i // ratio * wide_ratio + i % ratio for i in range(config.num_heads)], device=device)
         self._q_rows = _elements(heads, config.head_dim)  # where the source's query heads go
-        self._kv_rows = _elements(torch.arange(config.num_kv_heads), config.head_dim)
-        self._neurons = torch.arange(config.intermediate_size)
-        self._stream = torch.arange(config.hidden_size)
+        self._kv_rows = _elements(torch.arange(config.num_kv_heads, device=device), config.head_dim)
+        self._neurons = torch.arange(config.intermediate_size, device=device)
+        self._stream = torch.arange(config.hidden_size, device=device)
+        self._tokens = torch.arange(config.vocab_size, device=device)
         # Query heads that attend with a KV head of the source without being one of its heads.
-        sharing = torch.arange(config.num_kv_heads * wide_ratio)
+        sharing = torch.arange(config.num_kv_heads * wide_ratio, device=device)
         self._idle = _elements(sharing[~torch.isin(sharing, heads)], config.head_dim)
 
     def tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -165,12 +182,12 @@ class _Widening:
     def value(self, name: str, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
         """One tensor of the wide checkpoint."""
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
         origin, real = self._origin(name)
-        model = self._checkpoint.read(origin, self._source_sizes[origin]).float()
+        model = self._checkpoint.read(origin, self._source_sizes[origin]).to(self.device).float()
         kind = name.split(".")[-2]
         if kind == "embed_tokens":
-            wide = torch.zeros(size)
+            wide = torch.zeros(size, device=self.device)
             wide[:, : model.shape[1]] = model
         elif kind.endswith("norm"):
             wide = _noise(model, size, generator)
@@ -207,12 +224,12 @@ class _Widening:
             "gate_proj": (self._neurons, self._stream),
             "up_proj": (self._neurons, self._stream),
             "down_proj": (self._stream, self._neurons),
-            "lm_head": (torch.arange(self._config.vocab_size), self._stream),
+            "lm_head": (self._tokens, self._stream),
         }[kind]
         # Row i of the padding is modelled on one of the source's rows, source rows on themselves.
-        origin = torch.arange(size[0]) % len(model)
+        origin = torch.arange(size[0], device=self.device) % len(model)
         if real:
-            origin[rows] = torch.arange(len(model))
+            origin[rows] = torch.arange(len(model), device=self.device)
         wide = _noise(model[origin], size, generator)
         if kind in ("v_proj", "up_proj"):
             wide[:, columns] = 0
@@ -229,7 +246,7 @@ def _noise(model: Tensor, size: tuple[int, ...], generator: torch.Generator) -> 
     """Normal noise of the root mean square of each row of `model`, cut at the row's absmax.  # [size] float32"""
     limit = model.abs().amax(-1, keepdim=True)
     scale = model.square().mean(-1, keepdim=True).sqrt()
-    return torch.randn(size, generator=generator).mul_(scale).clamp_(-limit, limit)
+    return torch.randn(size, generator=generator, device=model.device).mul_(scale).clamp_(-limit, limit)
 
 
 def _sizes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -240,7 +257,7 @@ def _sizes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _elements(heads: Tensor, head_dim: int) -> Tensor:
     """Indices of all elements of the given heads.  # [len(heads) * head_dim] int64"""
-    return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
+    return (heads[:, None] * head_dim + torch.arange(head_dim, device=heads.device)).flatten()
 
 
 def _write(widening: _Widening, file: Path) -> None:
@@ -256,10 +273,64 @@ def _write(widening: _Widening, file: Path) -> None:
         header[name] = {"dtype": names[dtype], "shape": size, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    prefix = len(text).to_bytes(8, "little") + text
     with whole_file(file) as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for name, dtype, size in widening.tensors():
-            out.write(widening.value(name, dtype, size).view(torch.uint8).numpy().data)
+        out.write(prefix)
+        out.flush()
+        out.truncate(len(prefix) + end)
+        with _Writer(out.fileno(), len(prefix), widening.device) as writer:
+            for name, dtype, size in widening.tensors():
+                writer.append(widening.value(name, dtype, size))
+
+
+class _Writer:
+    """Appends tensors of a device to a file, which threads write while the next tensor is made.
+
+    Their bytes go through a few buffers that are used again and again, pinned, as copies from a device are several
+    times faster so.
+
+    Args:
+        file: a descriptor of it.
+        offset: where the first tensor begins.
+    """
+
+    def __init__(self, file: int, offset: int, device: torch.device, stage_bytes: int = STAGE_BYTES) -> None:
+        self._file = file
+        self._offset = offset
+        pinned = device.type == "cuda"
+        self._stages = [torch.empty(stage_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(STAGES)]
+        self._written: list[Future[None] | None] = [None] * STAGES
+        self._turn = 0
+        self._pool = ThreadPoolExecutor(STAGES, thread_name_prefix="paceline-widen")
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits for what is under way. Raises OSError, as `append` does, if some of it was not written."""
+        self._pool.shutdown()
+        for written in self._written:
+            if kind is None and written is not None:
+                written.result()
+
+    def append(self, tensor: Tensor) -> None:
+        """Raises OSError, sometimes of a tensor before."""
+        for piece in tensor.contiguous().flatten().view(torch.uint8).split(len(self._stages[0])):
+            if (before := self._written[self._turn]) is not None:
+                before.result()
+            stage = self._stages[self._turn][: len(piece)]
+            stage.copy_(piece)
+            self._written[self._turn] = self._pool.submit(_write_at, self._file, stage, self._offset)
+            self._offset += len(piece)
+            self._turn = (self._turn + 1) % STAGES
+
+
+def _write_at(file: int, data: Tensor, offset: int) -> None:
+    """All of it: a single call may write less, and says what is wrong only the next time."""
+    view = memoryview(data.numpy())
+    while view:
+        count = os.pwrite(file, view, offset)
+        view, offset = view[count:], offset + count
 
 
 def _arguments() -> argparse.Namespace:
@@ -272,6 +343,7 @@ def _arguments() -> argparse.Namespace:
     for field in ("hidden", "layers", "heads", "kv-heads", "intermediate"):
         parser.add_argument(f"--{field}", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="that makes the weights (default cpu)")
     return parser.parse_args()
 
 

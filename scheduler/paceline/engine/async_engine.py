@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from paceline.core.plan import StepPlan, StepResult
+from paceline.core.plan import Pending, StepPlan, StepResult
 from paceline.engine.engine import Engine
 from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stream import Stream, publish
@@ -41,17 +41,19 @@ class AsyncEngine:
 
     Args:
         engine: owned by this object from now on.
-        lag: plans made ahead of the result they follow, 0 or 1. With 1 the next step is planned while one runs.
+        lag: plans made ahead of the result they follow, 0 or 1. With 1 the next step is planned while one runs, and
+            launched, too, by a `PipelinedRunner`. None takes 1 for such a runner, else 0.
         worker: `forward_worker()`, if it has built the engine already; owned by this object from now on.
 
     Attributes:
         on_death: called, in order, with the error that ended the engine. Append to it.
     """
 
-    def __init__(self, engine: Engine, *, lag: int = 0, worker: ThreadPoolExecutor | None = None) -> None:
-        assert lag in (0, 1), lag
+    def __init__(self, engine: Engine, *, lag: int | None = None, worker: ThreadPoolExecutor | None = None) -> None:
+        assert lag in (None, 0, 1), lag
         self.engine = engine
-        self.lag = lag
+        self._launch: Callable[[StepPlan], Pending] | None = getattr(engine.runner, "launch", None)
+        self.lag = int(self._launch is not None) if lag is None else lag
         self.on_death: list[Callable[[EngineDead], None]] = []
         self._streams: dict[int, Stream] = {}  # by the id of each live completion
         self._turns = Turns()
@@ -59,6 +61,8 @@ class AsyncEngine:
         self._empty = asyncio.Event()  # no request is live
         self._empty.set()
         self._worker = forward_worker() if worker is None else worker
+        # Waits for steps that were launched, while the worker launches the next.
+        self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-results")
         self._task: asyncio.Task[None] | None = None
         self._draining = False
         self._stopping = False
@@ -195,6 +199,7 @@ class AsyncEngine:
             # Unlike awaiting the task, this does not cancel it when the caller is cancelled.
             await asyncio.wait([self._task])
         self._worker.shutdown(wait=False)
+        self._collector.shutdown(wait=False)
 
     def _end_all(self, reason: str) -> None:
         for request_id in self._live_requests():
@@ -208,6 +213,7 @@ class AsyncEngine:
         logger.critical("the engine failed", exc_info=cause)
         self._death = _dead(cause)
         self._worker.shutdown(wait=False, cancel_futures=True)
+        self._collector.shutdown(wait=False, cancel_futures=True)
         streams = {stream.request_id: stream for stream in self._streams.values()}
         self._streams.clear()
         self._empty.set()
@@ -263,8 +269,7 @@ class AsyncEngine:
                 plan = self.engine.plan()
                 self._tell_refused()
                 if plan is not None:
-                    future = loop.run_in_executor(self._worker, self.engine.runner.execute, plan)
-                    outstanding.append((plan, future))
+                    outstanding.append((plan, self._start(plan, loop)))
                     if len(outstanding) <= self.lag:
                         continue
                 if not outstanding:
@@ -275,6 +280,12 @@ class AsyncEngine:
             # Left over only when the loop dies: nobody will ask for these results, nor for their errors.
             for _, future in outstanding:
                 future.add_done_callback(lambda left: left.cancelled() or left.exception())
+
+    def _start(self, plan: StepPlan, loop: asyncio.AbstractEventLoop) -> asyncio.Future[StepResult]:
+        if self._launch is None:
+            return loop.run_in_executor(self._worker, self.engine.runner.execute, plan)
+        launched = self._worker.submit(self._launch, plan)
+        return loop.run_in_executor(self._collector, lambda: launched.result().result())
 
     def _tell_refused(self) -> None:
         for request_id, error in self.engine.take_refused():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.models.config import Llama3Scaling, ModelConfig
 from paceline.models.model import Slot
-from paceline_kernels import PagedBatch, reference
+from paceline_kernels import Int8Weight, PagedBatch, reference
 from paceline_kernels.ops import Ops
 
 
@@ -21,19 +21,19 @@ class _Layer:
     """The weights of one layer. With q = num_heads * head_dim and kv = num_kv_heads * head_dim:"""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [q + 2 * kv, hidden]
+    qkv: Tensor | Int8Weight  # [q + 2 * kv, hidden]
     qkv_bias: Tensor | None  # [q + 2 * kv]
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
-    output: Tensor  # [hidden, q]
+    output: Tensor | Int8Weight  # [hidden, q]
     output_bias: Tensor | None  # [hidden]
     post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
+    gate_up: Tensor | Int8Weight  # [2 * intermediate, hidden]
     gate_up_bias: Tensor | None  # [2 * intermediate]
-    down: Tensor  # [hidden, intermediate]
+    down: Tensor | Int8Weight  # [hidden, intermediate]
     down_bias: Tensor | None  # [hidden]
 
-    def tensors(self) -> list[Tensor]:
+    def weights(self) -> list[Tensor | Int8Weight]:
         values = (getattr(self, item.name) for item in fields(self))
         return [value for value in values if value is not None]
 
@@ -52,11 +52,16 @@ class Decoder:
         device: torch.device,
         ops: Ops = reference,
         max_positions: int | None = None,
+        *,
+        int8: bool = False,
     ) -> None:
-        """Positions are below `max_positions`, at most and by default the config's max_position_embeddings."""
+        """Matrices are of `dtype`, or of 8 bits but for the embedding. Positions are below `max_positions`, at most and
+        by default the config's max_position_embeddings.
+        """
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.int8 = int8
         self.kv_lanes = 1
         self._ops = ops
         self._q_size = config.num_heads * config.head_dim
@@ -67,15 +72,17 @@ class Decoder:
         self._embedding = self._empty(config.vocab_size, config.hidden_size)
         self._layers = [self._allocate_layer() for _ in range(config.num_layers)]
         self._norm = self._empty(config.hidden_size)
-        self._head = self._embedding if config.tie_word_embeddings else torch.empty_like(self._embedding)
+        # A tied head of 8 bits is a copy, since the embedding has none.
+        shared = config.tie_word_embeddings and not int8
+        self._head = self._embedding if shared else self._matrix(config.vocab_size, config.hidden_size)
 
     @property
     def num_parameters(self) -> int:
-        """Weights in memory; a tied head counts once."""
-        tensors = [self._embedding, self._norm, *(tensor for layer in self._layers for tensor in layer.tensors())]
+        """Of the checkpoint: a tied head counts once, in memory twice or not."""
+        weights = [self._embedding, self._norm, *(weight for layer in self._layers for weight in layer.weights())]
         if not self.config.tie_word_embeddings:
-            tensors.append(self._head)
-        return sum(tensor.numel() for tensor in tensors)
+            weights.append(self._head)
+        return sum(weight.numel() for weight in weights)
 
     def forward(self, token_ids: Tensor, batch: PagedBatch, kv_cache: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Run all layers over the rows of a batch.
@@ -89,20 +96,27 @@ class Decoder:
         Returns:
             The hidden states after the final norm, [num_tokens, hidden] of the model's dtype.
         """
-        config, ops = self.config, self._ops
-        cos, sin = self._cos[batch.positions], self._sin[batch.positions]  # [num_tokens, head_dim / 2]
+        ops, eps = self._ops, self.config.rms_norm_eps
+        positions, slots = batch.positions, batch.slots
         hidden = F.embedding(token_ids, self._embedding)
+        added: Tensor | None = None  # of the layer before, which the next norm takes in
         for layer, (key_cache, value_cache) in zip(self._layers, kv_cache, strict=True):
-            normed = ops.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+            if added is None:
+                normed = ops.rms_norm(hidden, layer.input_norm, eps)
+            else:
+                normed, hidden = ops.add_rms_norm(added, hidden, layer.input_norm, eps)
             query, key, value = self._qkv(layer, normed)
-            query, key = ops.rotary(query, key, cos, sin)
-            ops.store_kv(key, value, key_cache, value_cache, batch.slots)
+            query = ops.rotate_and_store(
+                query, key, value, self._cos, self._sin, positions, key_cache, value_cache, slots
+            )
             attended = ops.paged_attention(query, key_cache, value_cache, batch, self._scale)
-            hidden = hidden + ops.linear(attended.flatten(1), layer.output, layer.output_bias)
-            normed = ops.rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
+            added = ops.linear(attended.flatten(1), layer.output, layer.output_bias)
+            normed, hidden = ops.add_rms_norm(added, hidden, layer.post_norm, eps)
             gated = ops.silu_mul(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
-            hidden = hidden + ops.linear(gated, layer.down, layer.down_bias)
-        return ops.rms_norm(hidden, self._norm, config.rms_norm_eps)
+            added = ops.linear(gated, layer.down, layer.down_bias)
+        if added is None:
+            return ops.rms_norm(hidden, self._norm, eps)
+        return ops.add_rms_norm(added, hidden, self._norm, eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows that `forward` returned, [rows, hidden], to [rows, vocab] float32."""
@@ -110,12 +124,18 @@ class Decoder:
 
     def slots(self) -> dict[str, Slot]:
         """For every tensor of a checkpoint, by its name there, where it belongs."""
-        return {name: Slot(tuple(view.shape), view.copy_) for name, view in self.checkpoint_views().items()}
+        slots = {name: Slot(tuple(view.shape), view.copy_) for name, view in self.checkpoint_views().items()}
+        if self.config.tie_word_embeddings and self._head is not self._embedding:
+            slots["model.embed_tokens.weight"] = Slot(tuple(self._embedding.shape), self._fill_tied)
+        return slots
 
-    def checkpoint_views(self) -> dict[str, Tensor]:
+    def checkpoint_views(self) -> dict[str, Tensor | Int8Weight]:
         """For every tensor of a checkpoint, by its name there, the part of our weights that it fills."""
         config = self.config
-        views = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
+        views: dict[str, Tensor | Int8Weight] = {
+            "model.embed_tokens.weight": self._embedding,
+            "model.norm.weight": self._norm,
+        }
         if not config.tie_word_embeddings:
             views["lm_head.weight"] = self._head
         qkv_sizes = [self._q_size, self._kv_size, self._kv_size]
@@ -135,8 +155,26 @@ class Decoder:
                 for kind, tensor in (("weight", weight), ("bias", bias)):
                     if tensor is not None:
                         names = (f"model.layers.{index}.{module}.{kind}" for module in modules)
-                        views.update(zip(names, torch.split(tensor, sizes), strict=True))
+                        parts = tensor.split(sizes) if isinstance(tensor, Int8Weight) else torch.split(tensor, sizes)
+                        views.update(zip(names, parts, strict=True))
         return views
+
+    def linears(self) -> list[tuple[Tensor | Int8Weight, Tensor | None]]:
+        """Every matrix that rows are multiplied by, with its bias, in the order of a forward and the head last; for who
+        finds out how to multiply by them."""
+        pairs: list[tuple[Tensor | Int8Weight, Tensor | None]] = []
+        for layer in self._layers:
+            pairs += [
+                (layer.qkv, layer.qkv_bias),
+                (layer.output, layer.output_bias),
+                (layer.gate_up, layer.gate_up_bias),
+                (layer.down, layer.down_bias),
+            ]
+        return [*pairs, (self._head, None)]
+
+    def _fill_tied(self, rows: Tensor) -> None:
+        self._embedding.copy_(rows)
+        self._head.copy_(rows)
 
     def _qkv(self, layer: _Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[num_tokens, hidden] -> query, key and value, [num_tokens, heads of each, head_dim]."""
@@ -153,18 +191,21 @@ class Decoder:
         qkv_size, gate_up_size = self._q_size + 2 * self._kv_size, 2 * config.intermediate_size
         return _Layer(
             input_norm=self._empty(config.hidden_size),
-            qkv=self._empty(qkv_size, config.hidden_size),
+            qkv=self._matrix(qkv_size, config.hidden_size),
             qkv_bias=self._empty(qkv_size) if config.attention_bias else None,
             q_norm=self._empty(config.head_dim) if config.qk_norm else None,
             k_norm=self._empty(config.head_dim) if config.qk_norm else None,
-            output=self._empty(config.hidden_size, self._q_size),
+            output=self._matrix(config.hidden_size, self._q_size),
             output_bias=self._empty(config.hidden_size) if config.output_bias else None,
             post_norm=self._empty(config.hidden_size),
-            gate_up=self._empty(gate_up_size, config.hidden_size),
+            gate_up=self._matrix(gate_up_size, config.hidden_size),
             gate_up_bias=self._empty(gate_up_size) if config.mlp_bias else None,
-            down=self._empty(config.hidden_size, config.intermediate_size),
+            down=self._matrix(config.hidden_size, config.intermediate_size),
             down_bias=self._empty(config.hidden_size) if config.mlp_bias else None,
         )
+
+    def _matrix(self, outputs: int, inputs: int) -> Tensor | Int8Weight:
+        return Int8Weight.empty(outputs, inputs, self.device) if self.int8 else self._empty(outputs, inputs)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -83,14 +83,17 @@ def _known_dtype(file: Path, name: str, handle: Any) -> torch.dtype:
     return STORED_DTYPES[stored]
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device, ops: Ops = reference) -> Decoder:
-    """Load a Hugging Face model directory and convert its weights to `dtype` on `device`, computing with `ops`.
+def load_model(
+    path: Path, dtype: torch.dtype, device: torch.device, ops: Ops = reference, *, int8: bool = False
+) -> Decoder:
+    """Load a Hugging Face model directory and convert its weights to `dtype`, or matrices to 8 bits, on `device`,
+    computing with `ops`.
 
     Raises:
         ModelLoadError: the directory cannot be served; names the file, the tensor and what was expected.
     """
     config = load_model_config(path)
-    model = Decoder(config, dtype, device, ops)
+    model = Decoder(config, dtype, device, ops, int8=int8)
     _fill(model.slots(), path, config)
     return model
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline_kernels import PagedBatch
@@ -46,5 +47,19 @@ def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: i
         context_lens=torch.from_numpy(np.array(context_lens, dtype=np.int32)).to(device),
         block_tables=torch.from_numpy(tables).to(device),
         block_size=block_size,
+        max_rows=max(len(run.token_ids) for run in runs),
     )
+    if device.type != "cpu":
+        # Worked out over there it would have to be waited for.
+        batch.derived["rows"] = tuple(torch.from_numpy(x).to(device) for x in _rows(runs, block_size))
     return torch.from_numpy(token_ids).to(device), batch
+
+
+def _rows(runs: Sequence[Run], block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What `PagedBatch.positions` and `PagedBatch.slots` are, [num_tokens] each."""
+    positions = [np.arange(run.start, run.start + len(run.token_ids)) for run in runs]
+    slots = [
+        np.array(run.block_ids, dtype=np.int64)[own // block_size] * block_size + own % block_size
+        for run, own in zip(runs, positions, strict=True)
+    ]
+    return np.concatenate(positions), np.concatenate(slots)

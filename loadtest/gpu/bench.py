@@ -1,0 +1,120 @@
+"""How near the engine comes to what one GPU can do, in a few minutes.
+
+    python loadtest/gpu/bench.py [--only decode,host] [--seconds-per 15] [--json FILE]
+
+The embedded pair is widened to 8 and 1 billion parameters. A section that fails says so, and the next one follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import device
+import torch
+from common import Bench, Scale
+from decode import decode, host, prefill
+from speculation import draft, speculation
+
+from paceline.bench.throughput import parse_sizes
+from paceline.whole_file import write_json
+
+
+def ceilings(bench: Bench) -> dict[str, Any]:
+    """What the others are compared with."""
+    measured = bench.ceilings
+    row = device.name(bench.device), f"{measured.bandwidth / 1e9:.1f}", f"{measured.matmul / 1e12:.3g}"
+    bench.table("ceilings", ("device", "copy GB/s", "bf16 TFLOP/s"), [row])
+    return {"device": row[0], "bandwidth": measured.bandwidth, "matmul": measured.matmul}
+
+
+def peer(bench: Bench) -> dict[str, Any]:
+    """Imported late: an older transformers has no continuous batching, and this section alone should fail then."""
+    import peer as beside
+
+    return beside.peer(bench)
+
+
+SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "ceilings": ceilings,
+    "decode": decode,
+    "host": host,
+    "prefill": prefill,
+    "draft": draft,
+    "speculation": speculation,
+    "peer": peer,
+}
+
+
+def run(bench: Bench, names: list[str], json_out: Path | None) -> bool:
+    """Whether no section failed. The file has what is measured so far: a run that is cut off has not been for nothing."""
+    results: dict[str, Any] = {}
+    for name in names:
+        began = time.perf_counter()
+        bench.say(f"\n== {name}")
+        try:
+            results[name] = SECTIONS[name](bench)
+        except Exception as error:
+            bench.say(traceback.format_exc())
+            bench.say(f"{name} FAILED: {type(error).__name__}: {error}")
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+            bench.discard()
+        bench.say(f"{name}: {time.perf_counter() - began:.1f} s")
+        if json_out is not None:
+            write_json(json_out, results)
+    return not any("error" in result for result in results.values())
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python loadtest/gpu/bench.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated (default all)")
+    parser.add_argument("--seconds-per", type=float, help="of each part of a section, about (default 10)")
+    parser.add_argument("--depths", help="auto, 0 and other fixed depths (default auto,0,1,2,3,5,8)")
+    parser.add_argument("--concurrency", help="of speculation (default 1,8,64,256)")
+    parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's for the engine (default 0.6)")
+    parser.add_argument("--pair", type=Path, help="directory of the widened checkpoints; made if there are none")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    parser.add_argument("--small", action="store_true", help="the embedded pair itself, for a look on any machine")
+    return parser.parse_args()
+
+
+def scale(arguments: argparse.Namespace) -> Scale:
+    small: bool = arguments.small
+    seconds = arguments.seconds_per
+    concurrency = arguments.concurrency or ("1,4" if small else "1,8,64,256")
+    return Scale(
+        small=small,
+        seconds=(0.0 if small else 10.0) if seconds is None else seconds,
+        memory=arguments.memory,
+        depths=arguments.depths or ("auto,0,2,4" if small else "auto,0,1,2,3,5,8"),
+        concurrencies=tuple(parse_sizes(concurrency)),
+        batches=((1, 64), (4, 128)) if small else ((1, 128), (64, 2048)),
+        steps=16 if small else 128,
+        max_tokens=24 if small else 128,
+        prompts=2 if small else 4,
+        prefill=256 if small else 2048,
+        draft_depths=(1, 4) if small else (2, 8),
+        peer_streams=4 if small else 16,
+        copied=64 << 20 if small else 4 << 30,
+        matmul=512 if small else 8192,
+    )
+
+
+def main() -> int:
+    arguments = _arguments()
+    names = [name.strip() for name in arguments.only.split(",")]
+    unknown = sorted(set(names) - SECTIONS.keys())
+    if unknown:
+        raise SystemExit(f"error: --only {', '.join(unknown)}: must be among {', '.join(SECTIONS)}")
+    if not (arguments.small or torch.cuda.is_available()):
+        raise SystemExit("error: there is no GPU; --small runs on any machine")
+    bench = Bench(scale(arguments), arguments.pair)
+    return 0 if run(bench, names, arguments.json) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

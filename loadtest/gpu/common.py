@@ -1,0 +1,192 @@
+"""What the sections share: the pair of checkpoints, the ceilings and the engine, each made when it is first asked for."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import device
+import torch
+from rich.table import Table
+
+from paceline import demo
+from paceline.bench.console import console
+from paceline.bench.turns import Stream
+from paceline.core.params import SamplingParams
+from paceline.demo.widen import widen
+from paceline.engine import Engine
+from paceline.models import ModelConfig, load_model_config
+from paceline.wiring import EngineSettings, build_engine
+
+# 8 and 1 billion parameters in bf16: 14 and 2 GB.
+TARGET = {"hidden": 4096, "layers": 32, "heads": 64, "kv_heads": 16, "intermediate": 14336}
+DRAFT = {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "intermediate": 8192}
+PAIR_BYTES = 18 << 30
+MOST_BUILDS = 3  # of an engine, which a section that failed has left in nobody knows which state
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large everything is.
+
+    Attributes:
+        seconds: that each part of a section takes, about; 0 measures twice.
+        memory: share of the GPU's that the engine takes. The rest is for the peer.
+        depths: of speculation; auto and 0 are among them.
+        batches: (streams, context) of decodes.
+        draft_depths: between which draft passes are counted.
+        peer_streams: beside transformers.
+    """
+
+    small: bool
+    seconds: float
+    memory: float
+    depths: str
+    concurrencies: tuple[int, ...]
+    batches: tuple[tuple[int, int], ...]
+    steps: int
+    max_tokens: int
+    prompts: int
+    prefill: int
+    draft_depths: tuple[int, int]
+    peer_streams: int
+    copied: int
+    matmul: int
+
+
+class Bench:
+    """See above. `pair` is where the checkpoints are, or will be."""
+
+    def __init__(self, scale: Scale, pair: Path | None) -> None:
+        self.scale = scale
+        self.device = device.device()
+        self.console = console()
+        self._pair = pair
+        self._engine: Engine | None = None
+        self._ceilings: device.Ceilings | None = None
+        self._builds = 0
+        self._random = random.Random(0)
+
+    # -- what is made once --------------------------------------------------------------------------------------------
+
+    @property
+    def ceilings(self) -> device.Ceilings:
+        if self._ceilings is None:
+            self._ceilings = device.measure(self.device, self.scale.copied, self.scale.matmul)
+        return self._ceilings
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            assert self._builds < MOST_BUILDS, "the engine was built too often"
+            self._builds += 1
+            _ = self.ceilings  # which need the memory that an engine takes
+            target, draft = self.paths()
+            began = time.perf_counter()
+            self._engine = build_engine(self._settings(target, draft))
+            config = self._engine.scheduler.config
+            self.say(
+                f"engine: loaded, warmed up and priced in {time.perf_counter() - began:.1f} s, "
+                f"{config.num_blocks * config.block_size} tokens of KV"
+            )
+        return self._engine
+
+    def discard(self) -> None:
+        """Forget the engine, which has failed."""
+        self._engine = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _settings(self, target: Path, draft: Path) -> EngineSettings:
+        small = self.scale.small
+        wanted: dict[str, Any] = {
+            "model": str(target),
+            "draft": str(draft),
+            "max_num_seqs": max(*self.scale.concurrencies, *(streams for streams, _ in self.scale.batches)),
+            # At the deepest, the largest batch verifies more rows than by default.
+            "max_num_batched_tokens": 2048 if small else 4096,
+            "kv_cache_memory": 1 << 28 if small else None,
+            "gpu_memory_utilization": self.scale.memory,
+        }
+        known = {field.name for field in fields(EngineSettings)}
+        return EngineSettings(**{name: value for name, value in wanted.items() if name in known})
+
+    def paths(self) -> tuple[Path, Path]:
+        """Target and draft; made, or found as an earlier run has left them."""
+        if self.scale.small:
+            return demo.TARGET, demo.DRAFT
+        home = self._pair or _roomy()
+        for source, sizes in ((demo.TARGET, TARGET), (demo.DRAFT, DRAFT)):
+            path = home / source.name
+            if (path / "config.json").exists():  # which is written last
+                continue
+            began = time.perf_counter()
+            widen(source, path, **sizes, device=self.device.type)
+            size = (path / "model.safetensors").stat().st_size
+            self.say(f"{path}: {size / 1e9:.1f} GB made in {time.perf_counter() - began:.1f} s")
+        return home / demo.TARGET.name, home / demo.DRAFT.name
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ModelConfig]:
+        """Of target and draft."""
+        target, draft = self.paths()
+        return load_model_config(target), load_model_config(draft)
+
+    @property
+    def itemsize(self) -> int:
+        """Of a weight and of KV, in bytes: bf16, as the checkpoints are."""
+        return torch.bfloat16.itemsize
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    def random_streams(self, count: int, length: int) -> list[Stream]:
+        """Such that none begins like another, and no cache knows them."""
+        vocab = range(self.engine.vocab_size)
+        return [(tuple(self._random.choices(vocab, k=length)), GREEDY) for _ in range(count)]
+
+    def held_out(self) -> list[tuple[int, ...]]:
+        """The prompts that neither model was trained on, as ids."""
+        lines = demo.HELD_OUT_PROMPTS.read_text(encoding="utf-8").splitlines()
+        return [self.engine.tokenize(json.loads(line)["prompt"]) for line in lines]
+
+    def rounds(self, least: int = 2) -> Iterator[int]:
+        """Numbers of rounds, until the time of a part is over."""
+        began, number = time.perf_counter(), 0
+        while number < least or time.perf_counter() - began < self.scale.seconds:
+            yield number
+            number += 1
+
+    # -- speaking -----------------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+        self.console.file.flush()
+
+    def table(self, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        table = Table(title=title)
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+        self.console.file.flush()
+
+
+def _roomy() -> Path:
+    """A RAM disk if it has room, which in containers it often has not; else where temporary files are."""
+    shared = Path("/dev/shm")
+    for home in (shared, Path(tempfile.gettempdir())):
+        made = home / "paceline-pair"
+        if made.exists() or (home.is_dir() and shutil.disk_usage(home).free > PAIR_BYTES):
+            return made
+    raise OSError(f"no room for {PAIR_BYTES} bytes, neither in {shared} nor in {tempfile.gettempdir()}")

@@ -1,0 +1,144 @@
+"""Steps of an engine, with as many under way as its runner allows, and what a batch of streams brings meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from paceline.bench.turns import Stream, check_room
+from paceline.core.params import SpeculationParams, StopParams
+from paceline.core.plan import StepPlan, StepResult, StepTimes
+from paceline.core.speculation_counts import SpeculationCounts
+from paceline.engine import Engine, GenerationRequest
+from paceline.engine.delta import Output
+
+
+class Pending(Protocol):
+    """A step that runs."""
+
+    def result(self) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One finished step.
+
+    Attributes:
+        at: when its result came, by `time.perf_counter`.
+    """
+
+    at: float
+    plan: StepPlan
+    times: StepTimes
+    outputs: list[Output]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What a runner that only executes has instead of a step that runs."""
+
+    done: StepResult
+
+    def result(self) -> StepResult:
+        return self.done
+
+
+def drive(engine: Engine) -> Iterator[Step]:
+    """Step until no request is live. A runner that can launch steps gets the next one while one runs, as the server's
+    loop gives them (`AsyncEngine` with lag 1). To be exhausted: a step may be under way between two results.
+    """
+    launch: Callable[[StepPlan], Pending] | None = getattr(engine.runner, "launch", None)
+    lag = 0 if launch is None else 1
+    running: deque[tuple[StepPlan, Pending]] = deque()
+    while True:
+        plan = engine.plan()
+        if plan is not None:
+            running.append((plan, _Done(engine.runner.execute(plan)) if launch is None else launch(plan)))
+            if len(running) <= lag:
+                continue
+        if not running:
+            return
+        plan, pending = running.popleft()
+        result = pending.result()
+        at = time.perf_counter()
+        yield Step(at, plan, result.times, engine.finish(plan, result))
+
+
+@dataclass(slots=True)
+class Window:
+    """A batch while it was whole: the steps behind the last first token, up to the first end of a stream.
+
+    Attributes:
+        counts: what speculation brought, from the start of each stream.
+    """
+
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: list[Step] = field(default_factory=list)
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds / len(self.steps)
+
+    @property
+    def busy(self) -> float:
+        """Share of the time in which the device computed."""
+        return sum(step.times.total for step in self.steps) / self.seconds
+
+
+class Whole(NamedTuple):
+    """A batch from its arrival to its last token; `busy` are the seconds in which the device computed."""
+
+    seconds: float
+    busy: float
+
+
+def serve(engine: Engine, batch: Sequence[Stream], bounds: SpeculationParams, max_tokens: int) -> Window:
+    """Serve a batch until its first stream ends, and leave the engine without work.
+
+    Raises:
+        FailedPrecondition: the KV pool has no room for all of it at once.
+    """
+    assert not engine.has_work, "the engine is this benchmark's alone"
+    check_room(engine, [len(prompt) for prompt, _ in batch], 1, max_tokens)
+    stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
+    ids = [engine.add(GenerationRequest(prompt, sampling, stop, bounds)) for prompt, sampling in batch]
+    requests = [engine.scheduler.requests[request_id] for request_id in ids]
+    silent, whole, began = set(ids), True, 0.0
+    window = Window()
+    for step in drive(engine):
+        if silent:
+            silent -= {output.request_id for output in step.outputs}
+            began = step.at
+        elif whole:
+            window.seconds = step.at - began
+            window.tokens += sum(len(output.token_ids) for output in step.outputs)
+            window.steps.append(step)
+        if whole and any(output.finish is not None for output in step.outputs):
+            whole = False
+            for request_id in ids:
+                engine.abort(request_id)
+    for request in requests:
+        window.counts.add(request.counts)
+    return window
+
+
+def complete(engine: Engine, batch: Sequence[Stream], bounds: SpeculationParams, max_tokens: int) -> Whole:
+    """Serve a batch until every stream has all of its tokens."""
+    stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
+    began = at = time.perf_counter()
+    for prompt, sampling in batch:
+        engine.add(GenerationRequest(prompt, sampling, stop, bounds))
+    busy = 0.0
+    for step in drive(engine):
+        at, busy = step.at, busy + step.times.total
+    return Whole(at - began, busy)

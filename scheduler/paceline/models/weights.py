@@ -1,0 +1,37 @@
+"""How large a model is, told by its config."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.models.config import ModelConfig
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Of all weights; a tied head counts once."""
+    tables = 1 if config.tie_word_embeddings else 2
+    return tables * config.vocab_size * config.hidden_size + _in_matrices(config) + _in_vectors(config)
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, int8: bool = False) -> int:
+    """In memory, at least: weights of 8 bits come with scales, which are left out here."""
+    matrices = _in_matrices(config)
+    return (num_parameters(config) - matrices) * dtype.itemsize + matrices * (1 if int8 else dtype.itemsize)
+
+
+def _in_matrices(config: ModelConfig) -> int:
+    """Of the layers."""
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (query + 2 * kv) + query * config.hidden_size
+    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def _in_vectors(config: ModelConfig) -> int:
+    """Norms and biases."""
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = 2 * config.hidden_size
+    layer += 2 * config.head_dim if config.qk_norm else 0
+    layer += query + 2 * kv if config.attention_bias else 0
+    layer += config.hidden_size if config.output_bias else 0
+    layer += 2 * config.intermediate_size + config.hidden_size if config.mlp_bias else 0
+    return config.num_layers * layer + config.hidden_size

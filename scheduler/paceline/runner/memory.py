@@ -1,0 +1,88 @@
+"""How much of a GPU is left for KV: by a run of the largest step, since what a step needs besides weights depends on
+the model, the kernels and torch's allocator.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from paceline.models import Model
+from paceline.runner.input_batch import Run, flatten
+from paceline.runner.kv_cache import KVCache
+
+GRAPH_RESERVE: Final = 1 << 30  # bytes, for CUDA graphs, which are captured after the pool is made
+SAMPLING_COPIES: Final = 5  # of the logits, that cuts, sorts, logprobs and the distributions of drafts hold at once
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes on a GPU.
+
+    Attributes:
+        total: that it has.
+        outside: held beside torch's allocator: by CUDA itself, and by other processes.
+        peak: that torch's allocator took from it in the largest step, weights included.
+    """
+
+    total: int
+    outside: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class LargestStep:
+    """What the scheduler may ask of a step at most.
+
+    Attributes:
+        rows: of a forward.
+        sampled: of them, rows whose logits are wanted.
+        max_model_len: of a chunk, at most.
+    """
+
+    rows: int
+    sampled: int
+    max_model_len: int
+    block_size: int
+
+
+def kv_bytes(measured: Measured, utilization: float, reserve: int = GRAPH_RESERVE) -> int:
+    """What the KV pool may have, so that all of us together stay within the share of the GPU that is granted."""
+    return max(0, int(measured.total * utilization) - measured.outside - measured.peak - reserve)
+
+
+def measure(models: Sequence[Model], step: LargestStep) -> Measured:
+    """Run the largest step on each of the models, which are on one GPU. Raises torch.OutOfMemoryError."""
+    device = models[0].device
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    for model in models:
+        run_largest(model, step)
+    torch.cuda.synchronize(device)
+    # Reserved, not allocated: what lies between tensors cannot be had by the pool either.
+    peak = torch.cuda.max_memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    return Measured(total, max(0, outside), peak)
+
+
+@torch.inference_mode()
+def run_largest(model: Model, step: LargestStep) -> None:
+    """A forward of prompt chunks, its logits, and as much memory as sampling takes; over KV just for these rows."""
+    runs, first = [], 0
+    for start in range(0, step.rows, step.max_model_len):
+        count = min(step.max_model_len, step.rows - start)
+        blocks = -(-count // step.block_size)
+        runs.append(Run(list(range(first, first + blocks)), 0, [0] * count))
+        first += blocks
+    cache = KVCache(model, first, step.block_size)
+    token_ids, batch = flatten(runs, step.block_size, model.device)
+    logits = model.logits(model.forward(token_ids, batch, cache)[: step.sampled])
+    copies = [torch.empty_like(logits) for _ in range(SAMPLING_COPIES)]
+    del copies

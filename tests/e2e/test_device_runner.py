@@ -1,0 +1,148 @@
+"""Steps launched ahead on the device: the same output as step by step in torch, whatever is drafted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.core.method import Method
+from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
+from paceline.engine import Engine, GenerationRequest
+from paceline.runner.device_runner import DeviceRunner
+from paceline.wiring import EngineSettings, build_engine
+from support.pairs import tiny_pair
+from support.pipeline import drive
+
+MAX_LEN = 64
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return tiny_pair(tmp_path_factory.mktemp("device"), noise=0.01)
+
+
+def build(pair: tuple[Path, Path], backend: str, **settings: object) -> Engine:
+    common = {"dtype": "float32", "max_model_len": MAX_LEN, "block_size": 8, "kv_cache_memory": 1 << 21, "depth": "3"}
+    return build_engine(
+        EngineSettings(model=str(pair[0]), draft=str(pair[1]), backend=backend, **(common | settings))  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(pair: tuple[Path, Path]) -> Engine:
+    return build(pair, "triton")
+
+
+@pytest.fixture(scope="module")
+def oracle(pair: tuple[Path, Path]) -> Engine:
+    return build(pair, "torch", depth="off")
+
+
+@dataclass
+class Text:
+    token_ids: list[int]
+    accepted: int = 0
+    drafted: int = 0
+
+
+def request(number: int, sampling: SamplingParams, method: Method, depth: int, **more: object) -> GenerationRequest:
+    choose = random.Random(number)
+    period = [choose.randrange(1, 200) for _ in range(4)]  # n-grams have something to find
+    return GenerationRequest(
+        prompt=tuple(period * 3)[: choose.randint(1, 12)],
+        sampling=sampling,
+        stop=StopParams(max_tokens=choose.randint(6, 14), ignore_eos=True),
+        speculation=SpeculationParams(method=method, min_depth=depth, max_depth=depth),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def generate(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Text]:
+    ids = [engine.add(one) for one in requests]
+    texts = {request_id: Text([]) for request_id in ids}
+    runner = engine.runner
+    steps = drive(engine, runner.launch) if isinstance(runner, DeviceRunner) else iter(engine.step, [])
+    for outputs in steps:
+        for output in outputs:
+            texts[output.request_id].token_ids.extend(output.token_ids)
+            if output.stats is not None:
+                texts[output.request_id].accepted = output.stats.accepted_tokens
+                texts[output.request_id].drafted = output.stats.drafted_tokens
+    return [texts[request_id] for request_id in ids]
+
+
+def off(one: GenerationRequest) -> GenerationRequest:
+    return GenerationRequest(
+        prompt=one.prompt, sampling=one.sampling, stop=one.stop, speculation=SpeculationParams(method=Method.NONE)
+    )
+
+
+MIXES = {
+    "greedy": [(GREEDY, Method.DRAFT_MODEL, depth) for depth in (0, 1, 3)],
+    "seeded": [
+        (SamplingParams(seed=1), Method.DRAFT_MODEL, 3),
+        (SamplingParams(seed=2, temperature=0.7, top_k=20, top_p=0.9), Method.DRAFT_MODEL, 2),
+        (SamplingParams(seed=3, min_p=0.05, typical_p=0.95), Method.NONE, 0),
+    ],
+    "n-grams": [(GREEDY, Method.NGRAM, 4), (SamplingParams(seed=4), Method.NGRAM, 2), (GREEDY, Method.DRAFT_MODEL, 2)],
+    "beside sampled ones": [
+        (GREEDY, Method.DRAFT_MODEL, 3),
+        (SamplingParams(), Method.DRAFT_MODEL, 3),
+        (SamplingParams(seed=5), Method.NONE, 0),
+    ],
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_texts_are_those_without_drafts(engine: Engine, oracle: Engine, mix: str) -> None:
+    requests = [request(i, *what) for i, what in enumerate(MIXES[mix])]
+    found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
+    for one, ours, theirs in zip(requests, found, expected, strict=True):
+        assert len(ours.token_ids) == one.stop.max_tokens
+        if one.sampling.greedy or one.sampling.seed is not None:
+            assert ours.token_ids == theirs.token_ids, one
+    assert sum(text.accepted for text in found) > 0
+
+
+def test_sequences_that_ask_the_host_go_beside_the_others(engine: Engine, oracle: Engine) -> None:
+    requests = [
+        request(0, GREEDY, Method.DRAFT_MODEL, 3),
+        request(1, SamplingParams(temperature=0.0, frequency_penalty=0.5), Method.DRAFT_MODEL, 2),
+        request(2, SamplingParams(seed=7), Method.DRAFT_MODEL, 2, logprobs=LogprobsParams(completion=2)),
+        request(3, GREEDY, Method.NONE, 0),
+    ]
+    found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
+    assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+
+
+def test_preempted_sequences_come_back(pair: tuple[Path, Path], oracle: Engine) -> None:
+    per_block = (1 << 21) // build(pair, "torch").scheduler.config.num_blocks
+    engine = build(pair, "triton", kv_cache_memory=per_block * MAX_LEN // 8, max_num_seqs=4)
+    requests = [
+        GenerationRequest(
+            prompt=tuple(range(i + 1, i + 13)),
+            sampling=GREEDY,
+            stop=StopParams(max_tokens=14, ignore_eos=True),
+            speculation=SpeculationParams(method=Method.DRAFT_MODEL, min_depth=2, max_depth=2),
+        )
+        for i in range(4)
+    ]
+    found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
+    assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+
+
+def test_aborted_sequences_leave_their_seats(engine: Engine) -> None:
+    runner = engine.runner
+    assert isinstance(runner, DeviceRunner)
+    ids = [engine.add(request(i, GREEDY, Method.DRAFT_MODEL, 2)) for i in range(3)]
+    for number, _ in enumerate(drive(engine, runner.launch)):
+        if number == 2:
+            engine.abort(ids[0])
+            engine.abort(ids[1])
+    assert generate(engine, [request(5, GREEDY, Method.DRAFT_MODEL, 1)])[0].token_ids
+    assert len(runner._seats._taken) <= 1  # whom the next plan releases
