@@ -200,9 +200,8 @@ def likely(seated: Seated, logits: Tensor, rng: np.random.Generator, generator: 
     return near
 
 
-@pytest.mark.parametrize("token_type", [torch.int32, torch.int64])
 @pytest.mark.parametrize("seed", range(8))
-def test_judge_is_the_rules_of_the_runner(seed: int, token_type: torch.dtype) -> None:
+def test_judge_is_the_rules_of_the_runner(seed: int) -> None:
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     batch = random_batch(rng)
     noise_key = [int(x) for x in rng.integers(-(1 << 31), 1 << 31, 3)]
@@ -221,7 +220,8 @@ def test_judge_is_the_rules_of_the_runner(seed: int, token_type: torch.dtype) ->
             table.probs[seated.seat, : len(q)] = q.to(DEVICE)
     step = make_step(batch, noise_key)
     token_ids = torch.tensor(
-        [t for s in batch for t in [*s.sequence.prompt[-s.num_tokens :], *s.drafts]] + [0, 0], dtype=token_type
+        [t for s in batch for t in [*s.sequence.prompt[-s.num_tokens :], *s.drafts]] + [0, 0],
+        dtype=torch.int32 if seed % 2 else torch.int64,
     )
     output = StepOutput.view(
         torch.full((StepOutput.size(NUM_SEQS, DEPTH),), POISON, dtype=torch.int32, device=DEVICE), NUM_SEQS, DEPTH
