@@ -16,6 +16,7 @@ from transformers import TypicalLogitsWarper
 import paceline_kernels.reference_sampling as reference
 from paceline_kernels import sampling
 from paceline_kernels.cpu import sampling as cpu
+from support import triton_sampling
 
 VOCABS = [1, 7, 16, 1000, 4097]
 NUM_ROWS = 24
@@ -23,6 +24,8 @@ JUST_BELOW_1 = 1 - 2.0**-53
 
 needs_compiler = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
 BACKENDS = [pytest.param(cpu, id="cpu", marks=needs_compiler), pytest.param(reference, id="reference")]
+# Without a GPU Triton takes seconds for what others do in a moment.
+ALL_BACKENDS = [*BACKENDS, pytest.param(triton_sampling, id="triton")]
 
 
 def random(vocab: int) -> Tensor:
@@ -386,7 +389,7 @@ def test_a_share_that_rounds_to_0_keeps_a_token(backend: ModuleType, step: str, 
     assert bool((kept.sum(-1) == 1).all())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_ties_are_kept_together(backend: ModuleType) -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).expand(4, -1).contiguous()
     parameters = off(4) | {
@@ -398,7 +401,7 @@ def test_ties_are_kept_together(backend: ModuleType) -> None:
     assert kept.sum(-1).tolist() == [4, 4, 1, 1]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_rows_with_everything_off_stay(backend: ModuleType) -> None:
     """top_k of the whole vocabulary or more is off too; NaN would not survive a comparison."""
     logits = torch.full((3, 100), torch.nan)
@@ -436,7 +439,7 @@ def test_every_part_of_a_key_changes_the_noise(backend: ModuleType, word: int) -
     assert len(set(backend.gumbel_argmax(logits, warmth, key).tolist())) > 48
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_the_smallest_temperature_draws_among_the_largest(backend: ModuleType) -> None:
     logits = torch.tensor([1e-3, 5.0, -torch.inf, 5.0]).repeat(64, 1)
     winners = backend.gumbel_argmax(logits, torch.full((64,), 1e-30), keys(64))
@@ -445,7 +448,7 @@ def test_the_smallest_temperature_draws_among_the_largest(backend: ModuleType) -
     assert logits[0].tolist() == [0.0, 0.5, 0.0, 0.5]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("vocab", [8, 4096, 4097, 10_000])
 def test_draw_never_takes_a_weight_of_0(backend: ModuleType, vocab: int) -> None:
     """Whatever u: the first positive at 0, one of the positive just below 1."""
@@ -458,14 +461,14 @@ def test_draw_never_takes_a_weight_of_0(backend: ModuleType, vocab: int) -> None
     assert one >= vocab - 10
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_reaching_the_total_draws_the_last_positive(backend: ModuleType) -> None:
     """u = 1 stands for a u * total that rounds up to the total."""
     weights = torch.cat([torch.rand(1, 5000), torch.zeros(1, 5000)], dim=1)
     assert backend.draw(weights, torch.tensor([1.0], dtype=torch.float64)).item() == 4999
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_empty_rows_do_not_crash(backend: ModuleType) -> None:
     logits = torch.full((2, 100), -torch.inf)
     warmth = torch.ones(2)
@@ -479,7 +482,7 @@ def test_empty_rows_do_not_crash(backend: ModuleType) -> None:
     assert backend.draw(logits, torch.tensor([0.0, 0.9], dtype=torch.float64)).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_not_a_number_gives_ids_in_range(backend: ModuleType) -> None:
     logits = torch.full((2, 100), torch.nan)
     warmth = torch.ones(2)
@@ -492,7 +495,7 @@ def test_not_a_number_gives_ids_in_range(backend: ModuleType) -> None:
         assert bool(((ids >= 0) & (ids < 100)).all())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_no_rows_are_fine(backend: ModuleType) -> None:
     logits = torch.zeros(0, 10)
     backend.truncate_(logits, **off(0))
