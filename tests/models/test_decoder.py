@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from paceline import demo
 from paceline.models import Decoder, Model, load_model, load_model_config, load_native
+from paceline_kernels import Int8Weight
+from support.backends import DEVICE, OnDevice, backend
 from support.checkpoints import LLAMA3_ROPE, tiny_checkpoint
 from support.decoding import assert_batches_change_nothing, paged_logits, random_prompts
 from support.native import needs_compiler
@@ -136,6 +138,49 @@ def test_native_logits_do_not_depend_on_the_batch(
 ) -> None:
     """A prompt whole and a token at a time against random chunks, verifications of 5 rows, and 16 sequences at once."""
     assert_batches_change_nothing(load_native(tiny_checkpoint(tmp_path, family, **overrides), dtype, int8=int8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "overrides"), NATIVE_CASES)
+def test_int8_logits_are_those_of_the_rounded_weights(
+    tmp_path: Path, family: str, overrides: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Every matrix and the head, but not the embedding, tied to it or not."""
+    path = tiny_checkpoint(tmp_path, family, **overrides)
+    rounded, plain = load_model(path, dtype, CPU, int8=True), load_model(path, dtype, CPU)
+    assert rounded.num_parameters == plain.num_parameters
+    own = plain.checkpoint_views()
+    for name, view in rounded.checkpoint_views().items():
+        is_matrix = "proj.weight" in name or name == "lm_head.weight"
+        assert isinstance(view, Int8Weight) == is_matrix, name
+        if isinstance(view, Int8Weight):
+            assert (view.dequantized(torch.float32) - own[name].float()).abs().max() < 0.01
+            own[name].copy_(view.dequantized(dtype))
+        else:
+            assert torch.equal(view, own[name])
+    # A tied head is not among the views, and the embedding stays as it is.
+    head = rounded.linears()[-1][0].dequantized(dtype)
+    assert (head - plain.linears()[-1][0]).abs().max() < 0.01
+    prompts = random_prompts(320)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain, "_head", head)
+        expected = paged_logits(plain, prompts)
+    found = paged_logits(rounded, prompts)
+    assert all(torch.equal(found[name], expected[name]) for name in prompts)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("family", "overrides"), [NATIVE_CASES[1], NATIVE_CASES[3]])
+def test_kernels_for_gpus_compute_the_same(tmp_path: Path, family: str, overrides: dict[str, Any], int8: bool) -> None:
+    """All but attention; as near as another rounding of sums is."""
+    path = tiny_checkpoint(tmp_path, family, **overrides)
+    prompts = {name: ids[:20] for name, ids in random_prompts(320).items()}
+    exact = paged_logits(load_model(path, torch.float32, CPU, int8=int8), prompts)
+    theirs = paged_logits(load_model(path, torch.bfloat16, CPU, int8=int8), prompts)
+    ours = paged_logits(OnDevice(load_model(path, torch.bfloat16, DEVICE, backend("triton"), int8=int8)), prompts)
+    for name in prompts:
+        error, allowed = (ours[name] - exact[name]).abs().mean(), (theirs[name] - exact[name]).abs().mean()
+        assert 0 < error < 1.5 * allowed
 
 
 def test_angles_are_kept_for_the_positions_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""Mends Triton's interpreter where it is imported: what triton 3.6 gets wrong and a GPU does right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_patch = interpreter._patch_lang_tensor
+_dot = interpreter.InterpreterBuilder.create_dot
+_cast = interpreter.InterpreterBuilder.cast_impl
+
+
+def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    """Scalars are arrays of one element, which numpy 2.4 no longer takes for the bounds of a loop."""
+    _patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def _create_dot(self: Any, a: Any, b: Any, *args: Any) -> Any:
+    """bf16 is held as uint16, and multiplied as that."""
+    a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    return _dot(self, a, b, *args)
+
+
+def _cast_impl(self: Any, source: Any, dtype: Any) -> Any:
+    """To bf16, numbers are cut off, and integers taken for bits."""
+    if dtype.scalar == tl.bfloat16 and source.dtype.scalar != tl.bfloat16:
+        wide = np.ascontiguousarray(source.data, np.float32)
+        bits = wide.view(np.uint32)
+        nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        narrow = np.where(np.isnan(wide), np.uint32(0x7FC0), nearest).astype(np.uint16)
+        return interpreter.TensorHandle(narrow.reshape(source.data.shape), tl.bfloat16)
+    if dtype.scalar == tl.float32 and source.dtype.scalar == tl.bfloat16:
+        wide = (source.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+    return _cast(self, source, dtype)
+
+
+interpreter._patch_lang_tensor = _patch_lang_tensor
+interpreter.InterpreterBuilder.create_dot = _create_dot
+interpreter.InterpreterBuilder.cast_impl = _cast_impl
