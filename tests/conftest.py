@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +21,6 @@ if not os.path.exists("/dev/nvidia0"):
 # Tests in several processes share the cores: what they compute is small. Before torch is imported, which reads it once.
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-
-# Without a GPU, kernels run interpreted, slowly: read when they are imported.
-if not Path("/dev/nvidia0").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LEAK_SECONDS = 2.0  # a task that ends within this, unasked, was only late
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ from paceline.engine import Engine, GenerationRequest
 from paceline.engine.profile import profile
 from paceline.engine.tokenizer import TransformersTokenizer
 from paceline.errors import FailedPrecondition, InvalidArgument
-from paceline.models import Model, ModelConfig, NativeDecoder, load_model, load_model_config, load_native
+from paceline.models import Decoder, Model, ModelConfig, NativeDecoder, load_model, load_model_config, load_native
 from paceline.models.tokenizer import load_tokenizer
 from paceline.models.weights import weight_bytes
 from paceline.runner import Drafter, KVCache, ModelRunner
@@ -197,6 +198,8 @@ def build_engine(settings: EngineSettings) -> Engine:
 
     target = _load(model_path, dtype, device, backend, settings.quantization)
     draft = None if draft_path is None else _load(draft_path, dtype, device, backend, settings.draft_quantization)
+    if backend == "triton":
+        _tune([model for model in (target, draft) if isinstance(model, Decoder)])
     if gpu is not None and settings.kv_cache_memory is None:
         models = [target] if draft is None else [target, draft]
         num_blocks = _measure_num_blocks(settings, scheduler_config, models, per_block, gpu)
@@ -266,7 +269,7 @@ def _runner(
     from paceline.runner.device_runner import DeviceRunner  # as `_triton_ops`
 
     draft = drafters.get(Method.DRAFT_MODEL)
-    return DeviceRunner(
+    runner = DeviceRunner(
         target,
         kv_cache,
         drafters,
@@ -278,6 +281,18 @@ def _runner(
         max_model_len=config.max_model_len,
         max_depth=config.max_depth,
     )
+    with _progress("recording CUDA graphs") as progress:
+        runner.record(progress)
+    return runner
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar, on a terminal; call it with how much is done, and of how much."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _load(path: Path, dtype: torch.dtype, device: torch.device, backend: str, quantization: str) -> Model:
@@ -290,6 +305,14 @@ def _load(path: Path, dtype: torch.dtype, device: torch.device, backend: str, qu
         return load_model(path, dtype, device)
     except torch.OutOfMemoryError as error:
         raise FailedPrecondition(f"the weights of {path} do not fit on the GPU: {error}") from error
+
+
+def _tune(models: Sequence[Decoder]) -> None:
+    """Find out which way of multiplying is the fastest here."""
+    from paceline_kernels.triton.linear import CHOICE
+
+    for model in models:
+        CHOICE.tune([weight for weight, _ in model.linears()])
 
 
 def _triton_ops() -> Ops:
@@ -334,15 +357,13 @@ def _costs(key: str, runner: ModelRunner, config: SchedulerConfig) -> CostModel:
     """As they were measured at an earlier start, or measured now, with a progress bar."""
     costs = cost_cache.load(key)
     if costs is None:
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("measuring what steps cost")
+        with _progress("measuring what steps cost") as progress:
             costs = profile(
                 runner,
                 config,
                 draft=Method.DRAFT_MODEL in runner.drafters,
                 seconds=PROFILE_SECONDS,
-                progress=lambda done, total: progress.update(task, completed=done, total=total),
+                progress=progress,
                 clock=time.perf_counter,
             )
         cost_cache.save(key, costs)

@@ -10,16 +10,17 @@ grammars, penalties, logprobs, a draft model far behind) wait for the step befor
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from paceline_kernels.triton.verification import choose_drafts, judge
 from torch import Tensor
 
 from paceline.core.method import DRAFT_MODEL, NGRAM, Method
@@ -33,6 +34,7 @@ from paceline.runner.model_runner import ModelRunner
 from paceline.runner.seats import Seat, Seats
 from paceline_kernels.triton.rows import draft_rows, step_rows
 from paceline_kernels.triton.state import SequenceTable, StepInput, StepOutput
+from paceline_kernels.triton.verification import choose_drafts, judge
 
 FIRST_PASS_ROWS = 2  # of each sequence in the draft model's first pass
 MAX_LAUNCHED = 2
@@ -112,6 +114,7 @@ class DeviceRunner(ModelRunner):
         self._graphs = Graphs(device)
         self._pass_index = torch.zeros(1, dtype=torch.int32, device=device)
         most = bucket(max_num_seqs, SEQUENCE_BUCKETS) or max_num_seqs
+        self._buckets = [size for size in SEQUENCE_BUCKETS if size <= most]
         self._starts = {n: torch.arange(0, n * most + 1, n, dtype=torch.int32, device=device) for n in (1, 2)}
         self._noise_key = (seed & LOW_31, (seed >> 31) & LOW_31)
         self._stage = _Stage(device, most, max(max_num_batched_tokens, ROW_BUCKETS[-1]))
@@ -120,6 +123,46 @@ class DeviceRunner(ModelRunner):
         self._launched: deque[_Launched] = deque()
         self._turn = 0  # of the steps that may be under way
         self._lock = threading.RLock()  # launches and results come from different threads
+
+    @torch.inference_mode()
+    def record(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Record steps and draft passes of every size ahead of the first that needs it, on a GPU; nothing is served
+        meanwhile.
+
+        Args:
+            progress: is told how many are recorded, and of how many.
+        """
+        if self.model.device.type != "cuda":
+            return
+        sizes, passes = list(self._step_sizes()), list(self._pass_sizes())
+        for done, (seqs, rows, most) in enumerate(sizes):
+            self._graphs.run(("step", seqs, rows, most), partial(self._step, self._padding(seqs, rows), most, None))
+            if progress is not None:
+                progress(done + 1, len(sizes) + len(passes))
+        for done, (size, first) in enumerate(passes):
+            self._graphs.run(("draft", first, size), self._draft_pass(self._padding(1, 1), size, first=first))
+            if progress is not None:
+                progress(len(sizes) + done + 1, len(sizes) + len(passes))
+
+    def _step_sizes(self) -> Iterator[tuple[int, int, int]]:
+        """Sequences, rows, and rows of one sequence at most."""
+        for fewer, seqs in itertools.pairwise((0, *self._buckets)):
+            for lower, rows in itertools.pairwise((0, *ROW_BUCKETS)):
+                if fewer < rows and lower < seqs:
+                    yield seqs, rows, 1
+                if self._max_depth and fewer + 1 < rows and lower < seqs * (1 + self._max_depth):
+                    yield seqs, rows, 1 + self._max_depth
+
+    def _pass_sizes(self) -> Iterator[tuple[int, bool]]:
+        if self._draft_pair is not None and self._max_depth:
+            yield from itertools.product(self._buckets, (True, False))
+
+    def _padding(self, seqs: int, rows: int) -> StepInput:
+        """A step in which nothing happens."""
+        view = self._stage.begin(0, seqs, rows)
+        view.query_starts.fill(0)
+        view.logit_starts.fill(0)
+        return self._stage.send(0, seqs, rows)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
@@ -178,7 +221,7 @@ class DeviceRunner(ModelRunner):
             part.seat.sequence.extend(part.work)
         if any(self._must_know(part) for part in parts):
             self._finish_all()
-        proposals = self._propose(parts)
+        proposals = self._proposals(parts)
         self._seats.tell(part.seat for part in parts)
         self._tell_drafts(parts, proposals)
         self._catch_up(parts)
@@ -212,7 +255,7 @@ class DeviceRunner(ModelRunner):
             other.seat is seat and other.num_drafts and other.work.method is DRAFT_MODEL for other in running
         )
 
-    def _propose(self, parts: list[_Part]) -> dict[int, list[int]]:
+    def _proposals(self, parts: list[_Part]) -> dict[int, list[int]]:
         """How many drafts each part has; those that n-grams propose, by seat."""
         proposals: dict[int, list[int]] = {}
         looked_up = [part for part in parts if part.work.num_drafts and part.work.method is NGRAM]
@@ -377,10 +420,10 @@ class DeviceRunner(ModelRunner):
         accepted, tokens = output.num_accepted.tolist(), output.tokens.tolist()
         labels = output.labels.view(torch.float32).tolist()
         rows = zip(launched.parts, accepted, tokens, labels, strict=False)
-        results = tuple(self._book(part, count, row[: count + 1], some) for part, count, row, some in rows)
+        results = tuple(self._committed(part, count, row[: count + 1], some) for part, count, row, some in rows)
         launched.step = StepResult(launched.step_id, results, launched.marks.times())
 
-    def _book(self, part: _Part, accepted: int, tokens: list[int], labels: list[float]) -> SequenceResult:
+    def _committed(self, part: _Part, accepted: int, tokens: list[int], labels: list[float]) -> SequenceResult:
         """Commit one sequence's part of a step to its mirror."""
         seat, work, sequence = part.seat, part.work, part.seat.sequence
         depth = part.num_drafts
@@ -477,7 +520,7 @@ class _Marks:
 
     def _mark(self) -> None:
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self._events.append(event)
         else:
