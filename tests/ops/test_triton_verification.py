@@ -278,7 +278,7 @@ def test_drafts_are_chosen_as_the_draft_model_does(seed: int, only: Rule | None)
     batch = [replace(seated, num_tokens=1) for seated in random_batch(rng, only)]
     table, step = make_table(batch), make_step(batch, [int(x) for x in rng.integers(-(1 << 31), 1 << 31, 3)])
     deepest = sorted(batch, key=lambda s: -len(s.drafts))
-    wanted, probs = table.drafts.cpu(), table.probs.cpu()
+    wanted, probs = table.drafts.clone().cpu(), table.probs.clone().cpu()
     facts = table.facts.clone()
     proposed: dict[int, list[int]] = {s.seat: [] for s in batch}
     for j in range(DEPTH):
