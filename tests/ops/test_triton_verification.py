@@ -37,6 +37,7 @@ from runner.rows import make_sequence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, DEPTH, SEATS, NUM_SEQS = 21, 4, 9, 7
+MIXED: list[Rule | None] = [None] * 6
 POISON = 0x7FC12345  # as a float32, NaN
 
 RULES = {
@@ -74,12 +75,13 @@ class Seated:
         return Positions(self.sequence, self.drafts)
 
 
-def random_seated(rng: np.random.Generator, seat: int) -> Seated:
-    rule = Rule(int(rng.integers(len(Rule))))
+def random_seated(rng: np.random.Generator, seat: int, only: Rule | None) -> Seated:
+    """Of any kind; or with drafts that were drawn, by one rule and without limits."""
+    rule = Rule(int(rng.integers(len(Rule)))) if only is None else only
     sampling: dict[str, float | int] = {"temperature": 0.0}
     if rule != Rule.GREEDY:
         sampling = {"temperature": float(rng.choice([0.5, 1.0, 1.25]))}
-        if rng.random() < 0.5:
+        if only is None and rng.random() < 0.5:
             some: list[dict[str, float | int]] = [{"top_k": 4}, {"top_p": 0.75}, {"min_p": 0.125}, {"typical_p": 0.5}]
             sampling |= some[rng.integers(4)]
     if rule == Rule.COUPLED:
@@ -89,9 +91,10 @@ def random_seated(rng: np.random.Generator, seat: int) -> Seated:
     prompt = rng.integers(0, VOCAB, num_tokens + int(rng.integers(0, 30))).tolist()
     sequence = make_sequence(prompt, verification=verification, choice=int(rng.integers(3)), **sampling)
     assert sequence.params.verification == RULES[rule]
-    samples = bool(rng.random() < 0.8)
-    drafts = rng.integers(0, VOCAB, rng.integers(0, DEPTH + 1)).tolist() if samples else []
-    return Seated(seat, rule, sequence, num_tokens, drafts, bool(rng.random() < 0.4), samples)
+    samples = only is not None or bool(rng.random() < 0.8)
+    drafts = rng.integers(0, VOCAB, rng.integers(0 if only is None else 1, DEPTH + 1)).tolist() if samples else []
+    one_hot = only is None and bool(rng.random() < 0.4)
+    return Seated(seat, rule, sequence, num_tokens, drafts, one_hot, samples)
 
 
 def fact_row(seated: Seated) -> Tensor:
@@ -146,9 +149,9 @@ def make_step(batch: Seq[Seated], noise_key: Seq[int], padding: int = 2) -> Step
     return StepInput(*(getattr(step, field.name).to(DEVICE) for field in fields(step)))
 
 
-def random_batch(rng: np.random.Generator) -> list[Seated]:
+def random_batch(rng: np.random.Generator, only: Rule | None) -> list[Seated]:
     seats = rng.permutation(SEATS)[: NUM_SEQS - 2].tolist()
-    return [random_seated(rng, seat) for seat in seats]
+    return [random_seated(rng, seat, only) for seat in seats]
 
 
 class Given(RejectionNoise):
@@ -200,10 +203,10 @@ def likely(seated: Seated, logits: Tensor, rng: np.random.Generator, generator: 
     return near
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_judge_is_the_rules_of_the_runner(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "only"), list(enumerate([*MIXED, *Rule, *[Rule.BLOCK] * 9, *[Rule.TOKEN_WISE] * 4])))
+def test_judge_is_the_rules_of_the_runner(seed: int, only: Rule | None) -> None:
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    batch = random_batch(rng)
+    batch = random_batch(rng, only)
     noise_key = [int(x) for x in rng.integers(-(1 << 31), 1 << 31, 3)]
     table = make_table(batch)
     starts = np.cumsum([0, *(len(s.drafts) + 1 if s.samples else 0 for s in batch)])
@@ -269,13 +272,13 @@ def test_behind_a_rejection_that_leaves_nothing_p_is_drawn_from(rule: Rule) -> N
     assert verdict.token_ids == [18]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_drafts_are_chosen_as_the_draft_model_does(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "only"), list(enumerate([*MIXED[:3], *Rule])))
+def test_drafts_are_chosen_as_the_draft_model_does(seed: int, only: Rule | None) -> None:
     rng, generator = np.random.default_rng(100 + seed), torch.Generator().manual_seed(seed)
-    batch = [replace(seated, num_tokens=1) for seated in random_batch(rng)]
+    batch = [replace(seated, num_tokens=1) for seated in random_batch(rng, only)]
     table, step = make_table(batch), make_step(batch, [int(x) for x in rng.integers(-(1 << 31), 1 << 31, 3)])
     deepest = sorted(batch, key=lambda s: -len(s.drafts))
-    wanted, probs = table.drafts.cpu(), table.probs.cpu()
+    wanted, probs = table.drafts.clone().cpu(), table.probs.clone().cpu()
     facts = table.facts.clone()
     proposed: dict[int, list[int]] = {s.seat: [] for s in batch}
     for j in range(DEPTH):
