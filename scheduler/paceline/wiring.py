@@ -311,8 +311,12 @@ def _tune(models: Sequence[Decoder]) -> None:
     """Find out which way of multiplying is the fastest here."""
     from paceline_kernels.triton.linear import CHOICE
 
+    def report(rows: int, outputs: int, inputs: int, kind: str, seconds: Mapping[object, float]) -> None:
+        times = ", ".join(f"{way or 'cuBLAS'} {1e6 * took:.1f} us" for way, took in seconds.items())
+        logger.debug("%d rows times %s [%d, %d]: %s", rows, kind, outputs, inputs, times)
+
     for model in models:
-        CHOICE.tune([weight for weight, _ in model.linears()])
+        CHOICE.tune([weight for weight, _ in model.linears()], report=report)
 
 
 def _triton_ops() -> Ops:

@@ -147,9 +147,12 @@ def test_padding_wastes_at_most_half() -> None:
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a backend allocates holds NaN until it is written."""
     new_empty = torch.Tensor.new_empty
-    monkeypatch.setattr(
-        torch.Tensor, "new_empty", lambda *args, **options: new_empty(*args, **options).fill_(torch.nan)
-    )
+
+    def poisoned_empty(*args: Any, **options: Any) -> Tensor:
+        tensor: Tensor = new_empty(*args, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned_empty)
 
 
 def plan_of(batch: PagedBatch) -> Any:
@@ -257,6 +260,7 @@ def test_shapes_of_heads(
 
 
 @only_triton
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of NaN
 def test_a_sequence_does_not_notice_what_its_batch_mates_hold(backend: Any) -> None:
     """Bit for bit, where all that is not its own is NaN."""
     pages, runs = filled(backend, 2), MIXES["verifications"]

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline_kernels.batch import PagedBatch
+from paceline_kernels.triton.dependent import DEPENDENT, LAUNCH, release, wait
 
 TILES: Final = (16, 32, 64, 128)  # lines of a tile, one for each row and query head
 LARGEST_TILE: Final = {torch.float32: 16, torch.bfloat16: 64}  # fp32 has no matrix units, and registers are few
@@ -78,7 +79,7 @@ def _place(
 
 @triton.jit
 def _read(cache, offsets, dims, present, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """[BLOCK_N, DIM] of a cache; 0 for tokens that are not there, since not even a weight of 0 makes a number of NaN."""
+    """[BLOCK_N, DIM] of a cache; 0 where no token is, since not even a weight of 0 makes a number of NaN."""
     pointers = cache + offsets[:, None] + dims[None, :]
     if MASKED:
         if DIM == HEAD_DIM:
@@ -165,10 +166,14 @@ def _attend(
     BLOCK_N: tl.constexpr,
     MANY: tl.constexpr,
     SPLIT: tl.constexpr,
+    DEPENDS: tl.constexpr,
 ):
     """One tile, KV head and split: programs are [num_kv_heads, tiles, splits]. The KV heads of a token lie side by side
     in memory, so programs that run at the same time read what does.
     """
+    if DEPENDS:
+        release()
+        wait()
     kv_head = tl.program_id(0)
     num_heads = tl.num_programs(0) * SHARING
     tile, start, rows, context, table_row = _place(
@@ -247,10 +252,14 @@ def _combine(
     MANY: tl.constexpr,
     SPLITS: tl.constexpr,
     LINES: tl.constexpr,
+    DEPENDS: tl.constexpr,
 ):
     """LINES lines: programs are [num_kv_heads, tiles, lines of a tile / LINES]. The tiles are those of the parts, which
     tell what was written from what was not.
     """
+    if DEPENDS:
+        release()
+        wait()
     num_heads = tl.num_programs(0) * SHARING
     tile, start, rows, _, _ = _place(query_starts, context_lens, table_rows, num_seqs, SHARING, BLOCK_M, MANY)
     first = tile * BLOCK_M + tl.program_id(2) * LINES
@@ -304,6 +313,8 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch
         "DIM": plan.dim,
         "BLOCK_M": plan.block_m,
         "MANY": plan.many,
+        "DEPENDS": DEPENDENT,
+        **LAUNCH,
     }
     parts, sums = out, None
     if plan.splits > 1:

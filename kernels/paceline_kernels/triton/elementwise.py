@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline_kernels.triton.dependent import DEPENDENT, LAUNCH, release, wait
+
 SILU_BLOCK: Final = 1024
 NORM_BLOCK: Final = 1024  # numbers of a program at least, where rows are short: several of them
 HEAD_BLOCK: Final = 256  # pairs of dimensions that a warp rotates: 16 bytes a thread in bf16
@@ -42,7 +44,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     if rows:
-        _silu_mul_kernel[(rows, triton.cdiv(size, SILU_BLOCK))](gate_up, out, size, BLOCK=SILU_BLOCK, num_warps=4)
+        _silu_mul_kernel[(rows, triton.cdiv(size, SILU_BLOCK))](
+            gate_up, out, size, BLOCK=SILU_BLOCK, DEPENDS=DEPENDENT, num_warps=4, **LAUNCH
+        )
     return out
 
 
@@ -95,8 +99,10 @@ def rotate_and_store(
             HALF=half,
             BLOCK_HALF=block_half,
             BLOCK_HEADS=block_heads,
+            DEPENDS=DEPENDENT,
             num_warps=1,
             enable_fp_fusion=False,  # products are rounded before they are added, as in the reference
+            **LAUNCH,
         )
     return out
 
@@ -126,7 +132,9 @@ def _launch_norm(
             BLOCK=block,
             BLOCK_ROWS=block_rows,
             ADD=add,
+            DEPENDS=DEPENDENT,
             num_warps=4 if block <= 2048 else 8,
+            **LAUNCH,
         )
 
 
@@ -145,8 +153,12 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    DEPENDS: tl.constexpr,
 ):
     """Rows of `out` are counted through: row r is part r % INNER of row r // INNER of x."""
+    if DEPENDS:
+        release()
+        wait()
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK)
     there = (column < SIZE)[None, :] & (row < rows)[:, None]
@@ -166,7 +178,10 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, size, BLOCK: tl.constexpr, DEPENDS: tl.constexpr):
+    if DEPENDS:
+        release()
+        wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < size
@@ -201,8 +216,12 @@ def _rotate_and_store_kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    DEPENDS: tl.constexpr,
 ):
     """A program has some query heads of a row, or some KV heads."""
+    if DEPENDS:
+        release()
+        wait()
     row = tl.program_id(0).to(tl.int64)
     QUERY_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     column = tl.arange(0, BLOCK_HALF)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline_kernels.int8 import Int8Weight
+from paceline_kernels.triton.dependent import DEPENDENT, LAUNCH, release, wait
 
 SMS: Final = 132  # of an H100 or H200; only the number of splits follows from it
 MAX_SPLITS: Final = 8
@@ -178,7 +179,9 @@ def product(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None, config:
             BLOCK_K=config.block_k,
             EVEN=even,
             STAGES=config.stages,
+            DEPENDS=DEPENDENT,
             num_warps=config.warps,
+            **LAUNCH,
         )
     else:
         _product_kernel[(row_blocks, output_blocks, splits)](
@@ -198,12 +201,26 @@ def product(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None, config:
             BLOCK_K=config.block_k,
             EVEN=even,
             SWAPPED=config.swapped,
+            DEPENDS=DEPENDENT,
             num_warps=config.warps,
             num_stages=config.stages,
+            **LAUNCH,
         )
     if partial is not None:
         grid = (triton.cdiv(outputs, REDUCED), rows)
-        _add_splits_kernel[grid](partial, scales, bias, out, rows, outputs, SPLITS=splits, BLOCK=REDUCED, num_warps=4)
+        _add_splits_kernel[grid](
+            partial,
+            scales,
+            bias,
+            out,
+            rows,
+            outputs,
+            SPLITS=splits,
+            BLOCK=REDUCED,
+            DEPENDS=DEPENDENT,
+            num_warps=4,
+            **LAUNCH,
+        )
     return out
 
 
@@ -232,6 +249,7 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDS: tl.constexpr,
 ):
     """One row. Every thread adds up products of its own, and threads meet once at the end."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -241,6 +259,16 @@ def _gemv_kernel(
     end = tl.minimum(begin + inputs_each, inputs)
     weights = weight + read[:, None] * inputs + step[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    if DEPENDS:
+        release()
+        if EVEN:
+            # The weight does not depend on anything: its first part is on its way while others still compute x.
+            first = tl.load(weights + begin, eviction_policy="evict_first")
+            wait()
+            acc += first.to(tl.float32) * tl.load(x + begin + step).to(tl.float32)[None, :]
+            begin += BLOCK_K
+        else:
+            wait()
     for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         if EVEN:
             w = tl.load(weights + k, eviction_policy="evict_first")
@@ -276,8 +304,12 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     SWAPPED: tl.constexpr,
+    DEPENDS: tl.constexpr,
 ):
     """Blocks of rows are neighbours in the grid, so that a piece of the weight is read from memory once for all."""
+    if DEPENDS:
+        release()
+        wait()
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # What lies beyond the edges is read from within and never stored: a load without a mask is a wide one.
@@ -314,8 +346,21 @@ def _product_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _add_splits_kernel(partial, scales, bias, out, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_splits_kernel(
+    partial,
+    scales,
+    bias,
+    out,
+    rows,
+    outputs,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDS: tl.constexpr,
+):
     """partial [SPLITS, rows, outputs] -> out [rows, outputs]."""
+    if DEPENDS:
+        release()
+        wait()
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     there = column < outputs

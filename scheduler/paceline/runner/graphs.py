@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._records = device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def __len__(self) -> int:
         return len(self._graphs)
