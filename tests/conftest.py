@@ -14,6 +14,10 @@ import pytest_asyncio
 import uvloop
 from blockbuster import blockbuster_ctx
 
+# Triton's kernels are interpreted where there is no GPU; which, is read as they are imported.
+if not os.path.exists("/dev/nvidia0"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Tests in several processes share the cores: what they compute is small. Before torch is imported, which reads it once.
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))

@@ -25,11 +25,14 @@ class Pages:
         dtype: torch.dtype = torch.float32,
         lanes: int = 1,
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         """Blocks are padded to a multiple of `lanes`, as the model asks for by its `kv_lanes`."""
         self.block_size = block_size
+        self.device = device
         padded = -(-block_size // lanes) * lanes
-        layers = torch.full((num_layers, 2, num_blocks, padded, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+        shape = (num_layers, 2, num_blocks, padded, num_kv_heads, head_dim)
+        layers = torch.full(shape, torch.nan, dtype=dtype, device=device)
         self.kv_cache = [(keys, values) for keys, values in layers]
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
@@ -47,9 +50,9 @@ class Pages:
         widest = max(len(self.tables[name]) for name, _ in runs)
         padded = [self.tables[name] + [0] * (widest - len(self.tables[name])) for name, _ in runs]
         return PagedBatch(
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-            context_lens=torch.tensor([self.lengths[name] for name, _ in runs], dtype=torch.int32),
-            block_tables=torch.tensor(padded, dtype=torch.int32),
+            query_starts=torch.tensor(starts, dtype=torch.int32, device=self.device),
+            context_lens=torch.tensor([self.lengths[name] for name, _ in runs], dtype=torch.int32, device=self.device),
+            block_tables=torch.tensor(padded, dtype=torch.int32, device=self.device),
             block_size=self.block_size,
         )
 
