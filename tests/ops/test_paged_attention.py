@@ -183,7 +183,7 @@ def test_tables_of_many_sequences_and_padding(backend: Any, rows: int) -> None:
         table_rows=seats,
         max_rows=rows + 3,
     )
-    padded = torch.cat([query[: rows + 1], query[:1], query[rows + 1 :], query[:5]])
+    padded = torch.cat([query[: rows + 1], query[:1], query[rows + 1 :], query[:1].repeat(5, 1, 1)])
     out = backend.paged_attention(padded, *pages.kv_cache[0], batch, SCALE)
     unowned = [rows + 1, *range(2 * rows + 2, 2 * rows + 7)]
     assert out[unowned].isnan().all()
