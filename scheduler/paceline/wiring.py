@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -311,7 +311,7 @@ def _tune(models: Sequence[Decoder]) -> None:
     """Find out which way of multiplying is the fastest here."""
     from paceline_kernels.triton.linear import CHOICE
 
-    def report(rows: int, outputs: int, inputs: int, kind: str, seconds: Mapping[object, float]) -> None:
+    def report(rows: int, outputs: int, inputs: int, kind: str, seconds: dict[Any, float]) -> None:
         times = ", ".join(f"{way or 'cuBLAS'} {1e6 * took:.1f} us" for way, took in seconds.items())
         logger.debug("%d rows times %s [%d, %d]: %s", rows, kind, outputs, inputs, times)
 

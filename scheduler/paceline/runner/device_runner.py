@@ -38,6 +38,7 @@ from paceline_kernels.triton.verification import choose_drafts, judge
 
 FIRST_PASS_ROWS = 2  # of each sequence in the draft model's first pass
 MAX_LAUNCHED = 2
+SPARE_SEATS = 8  # for who has finished, but was not released yet when a measured step fills all others
 LOW_31 = 0x7FFFFFFF
 
 
@@ -109,7 +110,9 @@ class DeviceRunner(ModelRunner):
         self._draft_pair = draft
         self._max_depth = max_depth
         max_blocks = -(-max_model_len // kv_cache.block_size) + 1
-        table = SequenceTable.allocate(max_num_seqs, max_blocks, max_depth, vocab if draft is not None else 1, device)
+        table = SequenceTable.allocate(
+            max_num_seqs + SPARE_SEATS, max_blocks, max_depth, vocab if draft is not None else 1, device
+        )
         self._seats = Seats(table)
         self._graphs = Graphs(device)
         self._pass_index = torch.zeros(1, dtype=torch.int32, device=device)
@@ -224,13 +227,15 @@ class DeviceRunner(ModelRunner):
         proposals = self._proposals(parts)
         self._seats.tell(part.seat for part in parts)
         self._tell_drafts(parts, proposals)
-        self._catch_up(parts)
+        self._catch_up(parts, marks)
         drafting = sorted((p for p in parts if p.num_drafts and p.work.method is DRAFT_MODEL), key=_by_depth)
         recorded = all(part.work.samples and part.work.num_tokens == 1 for part in parts)
-        step, num_rows = self._lay_out(parts, drafting, plan.step_id, recorded)
+        layout = self._lay_out(parts, drafting, plan.step_id, recorded)
+        marks.begin()
+        step = self._stage.send(self._turn, *layout)
         self._draft_passes(step, drafting)
         marks.drafted()
-        self._forward_and_judge(step, parts, num_rows, recorded)
+        self._forward_and_judge(step, parts, recorded)
         landing = self._landings[self._turn]
         size = StepOutput.size(len(step.seats), self._max_depth)
         landing[:size].copy_(self._output[:size], non_blocking=True)
@@ -280,7 +285,7 @@ class DeviceRunner(ModelRunner):
         where = torch.from_numpy(np.stack([rows, columns])).to(table.drafts.device)
         table.drafts[where[0], where[1]] = torch.from_numpy(values).to(table.drafts.device)
 
-    def _catch_up(self, parts: list[_Part]) -> None:
+    def _catch_up(self, parts: list[_Part], marks: _Marks) -> None:
         """Let the draft model read what it has not: all of it, or all but what its first pass reads anyway."""
         if self._draft_pair is None:
             return
@@ -302,12 +307,13 @@ class DeviceRunner(ModelRunner):
                 runs.append(input_batch.Run(sequence.block_ids, seat.draft_computed, tokens))
                 part.read = len(tokens)
         if runs:
+            marks.begin()
             model.forward(*input_batch.flatten(runs, cache.block_size, model.device), cache)
 
-    def _lay_out(
-        self, parts: list[_Part], drafting: list[_Part], step_id: int, recorded: bool
-    ) -> tuple[StepInput, int]:
-        """Stage what the device has to be told; its rows without padding. A step to be replayed is padded."""
+    def _lay_out(self, parts: list[_Part], drafting: list[_Part], step_id: int, recorded: bool) -> tuple[int, int]:
+        """Lay out what the device has to be told: for how many sequences and rows, padding included. A step to be
+        replayed is padded.
+        """
         known = np.array([part.work.num_tokens for part in parts], dtype=np.int32)
         drafts = np.array([part.num_drafts for part in parts], dtype=np.int32)
         samples = np.array([part.work.samples for part in parts])
@@ -339,7 +345,7 @@ class DeviceRunner(ModelRunner):
         for i, part in enumerate(drafting):
             stage.draft_seats[i], stage.draft_depths[i] = part.seat.index, part.num_drafts
         stage.noise_key[:] = (*self._noise_key, step_id & LOW_31, 0)
-        return self._stage.send(self._turn, seqs, rows), num_rows
+        return seqs, rows
 
     def _draft_passes(self, step: StepInput, drafting: list[_Part]) -> None:
         """All passes of the draft model, each over the sequences whose depth goes beyond it."""
@@ -370,12 +376,12 @@ class DeviceRunner(ModelRunner):
 
         return work
 
-    def _forward_and_judge(self, step: StepInput, parts: list[_Part], num_rows: int, recorded: bool) -> None:
+    def _forward_and_judge(self, step: StepInput, parts: list[_Part], recorded: bool) -> None:
         longest = max(part.work.num_tokens + part.num_drafts for part in parts)
         if recorded:
             most = 1 if longest == 1 else 1 + self._max_depth
             key = ("step", len(step.seats), len(step.row_sequences), most)
-            if bucket(num_rows, ROW_BUCKETS) is not None:
+            if len(step.row_sequences) <= ROW_BUCKETS[-1]:
                 self._graphs.run(key, lambda: self._step(step, most, None))
                 return
         firsts = np.cumsum([0, *(part.work.num_tokens + part.num_drafts for part in parts)])
@@ -510,7 +516,13 @@ class _Marks:
         self._events: list[torch.cuda.Event] = []
         self._moments: list[float] = []
         self._on_gpu = device.type == "cuda"
-        self._mark()
+        self._begun = False
+
+    def begin(self) -> None:
+        """Its work is about to be launched, if none was before: time for which the device waits is not the step's."""
+        if not self._begun:
+            self._begun = True
+            self._mark()
 
     def drafted(self) -> None:
         self._mark()
