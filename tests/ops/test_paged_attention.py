@@ -175,9 +175,9 @@ def test_tables_of_many_sequences_and_padding(backend: Any, rows: int) -> None:
     tables[[7, 2, 4]] = batch.block_tables
     lengths = batch.context_lens.tolist()
     batch = PagedBatch(
-        # Sequences 1, 3 and 6 have no rows, 4 has one but no context.
-        query_starts=torch.tensor([0, rows, rows, rows + 1, rows + 1, rows + 2, 2 * rows + 2, 2 * rows + 2]).to(seats),
-        context_lens=torch.tensor([lengths[0], 99, lengths[1], 50, 0, lengths[2], 0]).to(seats),
+        # Sequences 1 and 3 have no rows, 4 has one but no context, 6 one but no table.
+        query_starts=torch.tensor([0, rows, rows, rows + 1, rows + 1, rows + 2, 2 * rows + 2, 2 * rows + 3]).to(seats),
+        context_lens=torch.tensor([lengths[0], 99, lengths[1], 50, 0, lengths[2], 9]).to(seats),
         block_tables=tables,
         block_size=batch.block_size,
         table_rows=seats,
