@@ -56,7 +56,7 @@ def request(number: int, sampling: SamplingParams, method: Method, depth: int, *
     return GenerationRequest(
         prompt=tuple(period * 3)[: choose.randint(1, 12)],
         sampling=sampling,
-        stop=StopParams(max_tokens=choose.randint(6, 14), ignore_eos=True),
+        stop=StopParams(max_tokens=choose.randint(4, 8), ignore_eos=True),
         speculation=SpeculationParams(method=method, min_depth=depth, max_depth=depth),
         **more,  # type: ignore[arg-type]
     )
@@ -120,19 +120,19 @@ def test_sequences_that_ask_the_host_go_beside_the_others(engine: Engine, oracle
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]
 
 
-def test_preempted_sequences_come_back(pair: tuple[Path, Path], oracle: Engine) -> None:
-    per_block = (1 << 21) // build(pair, "torch").scheduler.config.num_blocks
-    engine = build(pair, "triton", kv_cache_memory=per_block * MAX_LEN // 8, max_num_seqs=4)
+def test_preempted_sequences_come_back(pair: tuple[Path, Path], engine: Engine, oracle: Engine) -> None:
+    per_block = (1 << 21) // engine.scheduler.config.num_blocks
+    small = build(pair, "triton", kv_cache_memory=per_block * 4, max_model_len=32, max_num_seqs=3)
     requests = [
         GenerationRequest(
-            prompt=tuple(range(i + 1, i + 13)),
+            prompt=tuple(range(i + 1, i + 8)),
             sampling=GREEDY,
-            stop=StopParams(max_tokens=14, ignore_eos=True),
+            stop=StopParams(max_tokens=6, ignore_eos=True),
             speculation=SpeculationParams(method=Method.DRAFT_MODEL, min_depth=2, max_depth=2),
         )
-        for i in range(4)
+        for i in range(3)
     ]
-    found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
+    found, expected = generate(small, requests), generate(oracle, [off(one) for one in requests])
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]
 
 

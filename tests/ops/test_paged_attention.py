@@ -260,7 +260,6 @@ def test_shapes_of_heads(
 
 
 @only_triton
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of NaN
 def test_a_sequence_does_not_notice_what_its_batch_mates_hold(backend: Any) -> None:
     """Bit for bit, where all that is not its own is NaN."""
     pages, runs = filled(backend, 2), MIXES["verifications"]

@@ -139,7 +139,7 @@ def _absorb(
     return out, new_top, total
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _attend(
     out,  # [num_tokens, num_heads, HEAD_DIM], or if SPLIT [num_tokens, num_heads, splits, HEAD_DIM] fp32
     sums,  # if SPLIT: [num_tokens, num_heads, splits] fp32: log2 of the sum of weights, -inf if there are none

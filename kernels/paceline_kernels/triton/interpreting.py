@@ -10,6 +10,7 @@ from triton.runtime import interpreter
 
 _patch = interpreter._patch_lang_tensor
 _dot = interpreter.InterpreterBuilder.create_dot
+_call = interpreter.GridExecutor.__call__
 _cast = interpreter.InterpreterBuilder.cast_impl
 
 
@@ -39,6 +40,13 @@ def _cast_impl(self: Any, source: Any, dtype: Any) -> Any:
     return _cast(self, source, dtype)
 
 
+def _call_kernel(self: Any, *args: Any, **options: Any) -> Any:
+    """What overflows, or is no number, is so without a word, as on a GPU."""
+    with np.errstate(all="ignore"):
+        return _call(self, *args, **options)
+
+
+interpreter.GridExecutor.__call__ = _call_kernel
 interpreter._patch_lang_tensor = _patch_lang_tensor
 interpreter.InterpreterBuilder.create_dot = _create_dot
 interpreter.InterpreterBuilder.cast_impl = _cast_impl

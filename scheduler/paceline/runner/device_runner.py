@@ -32,6 +32,7 @@ from paceline.runner.graphs import ROW_BUCKETS, SEQUENCE_BUCKETS, Graphs, bucket
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.seats import Seat, Seats
+from paceline_kernels import PagedBatch
 from paceline_kernels.triton.rows import draft_rows, step_rows
 from paceline_kernels.triton.state import SequenceTable, StepInput, StepOutput
 from paceline_kernels.triton.verification import choose_drafts, judge
@@ -39,6 +40,7 @@ from paceline_kernels.triton.verification import choose_drafts, judge
 FIRST_PASS_ROWS = 2  # of each sequence in the draft model's first pass
 MAX_LAUNCHED = 2
 SPARE_SEATS = 8  # for who has finished, but was not released yet when a measured step fills all others
+COMPILED_RUNS = (1, 2, 4, 8, 16, 64, 512)  # rows of the longest run, by which kernels differ
 LOW_31 = 0x7FFFFFFF
 
 
@@ -137,6 +139,8 @@ class DeviceRunner(ModelRunner):
         """
         if self.model.device.type != "cuda":
             return
+        for model, cache in filter(None, ((self.model, self.kv_cache), self._draft_pair)):
+            self._compile(model, cache)
         sizes, passes = list(self._step_sizes()), list(self._pass_sizes())
         for done, (seqs, rows, most) in enumerate(sizes):
             self._graphs.run(("step", seqs, rows, most), partial(self._step, self._padding(seqs, rows), most, None))
@@ -146,6 +150,25 @@ class DeviceRunner(ModelRunner):
             self._graphs.run(("draft", first, size), self._draft_pass(self._padding(1, 1), size, first=first))
             if progress is not None:
                 progress(len(sizes) + done + 1, len(sizes) + len(passes))
+
+    def _compile(self, model: Model, cache: KVCache) -> None:
+        """Have kernels compiled for what is not recorded: prompts, and a draft model that catches up."""
+        device = model.device
+        for seqs, rows in itertools.product(self._buckets, COMPILED_RUNS):
+            starts = torch.full((seqs + 1,), rows, dtype=torch.int32, device=device)
+            starts[0] = 0
+            nowhere = torch.full((seqs,), -1, dtype=torch.int32, device=device)
+            zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+            batch = PagedBatch(
+                query_starts=starts,
+                context_lens=torch.zeros_like(nowhere),
+                block_tables=self._seats.table.block_tables,
+                block_size=cache.block_size,
+                table_rows=nowhere,
+                max_rows=rows,
+                derived={"rows": (zeros, zeros - 1)},
+            )
+            model.logits(model.forward(zeros, batch, cache))
 
     def _step_sizes(self) -> Iterator[tuple[int, int, int]]:
         """Sequences, rows, and rows of one sequence at most."""

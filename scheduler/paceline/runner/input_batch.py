@@ -47,6 +47,8 @@ def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: i
         context_lens=torch.from_numpy(np.array(context_lens, dtype=np.int32)).to(device),
         block_tables=torch.from_numpy(tables).to(device),
         block_size=block_size,
+        # Always there on a GPU, so that kernels are compiled for one case alone.
+        table_rows=None if device.type == "cpu" else torch.arange(len(runs), dtype=torch.int32, device=device),
         max_rows=max(len(run.token_ids) for run in runs),
     )
     if device.type != "cpu":
