@@ -20,7 +20,6 @@ from paceline.models.weights import num_parameters, weight_bytes
 from paceline.runner import memory as gpu_memory
 from paceline.runner.memory import LargestStep, Measured, kv_bytes, run_largest
 from paceline.wiring import EngineSettings, build_engine, gpu_blocks
-from paceline_kernels import reference
 from support.checkpoints import tiny_checkpoint
 from support.pairs import tiny_pair
 
@@ -145,19 +144,17 @@ def test_without_triton_torch_serves_and_says_so_once(
 def test_kernels_compute_where_triton_is_chosen(
     pair: tuple[str, str], int8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole engine, on a CPU by the reference in the kernels' stead."""
+    """A whole engine, its kernels interpreted."""
     loaded: list[tuple[str, bool]] = []
 
     def load(path: Path, dtype: torch.dtype, on: torch.device, *, ops: Any, int8: bool) -> Decoder:
         loaded.append((ops.__name__, int8))
-        return load_model(path, dtype, on, ops)
+        return load_model(path, dtype, on, ops, int8=int8)
 
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(wiring, "_triton_ops", lambda: reference)
     monkeypatch.setattr(wiring, "load_model", load)
     quantization = "int8" if int8 else "none"
     engine = build_engine(EngineSettings(*pair, backend="triton", quantization=quantization, depth="2"))
-    assert loaded == [(reference.__name__, int8), (reference.__name__, False)]
+    assert loaded == [("paceline_kernels.triton.ops", int8), ("paceline_kernels.triton.ops", False)]
     [completion] = LLM.from_engine(engine).generate([(5, 6)], max_tokens=4, ignore_eos=True)
     assert len(completion.token_ids) == 4
 

@@ -1,7 +1,8 @@
-"""Mends Triton's interpreter where it is imported: what triton 3.6 gets wrong and a GPU does right."""
+"""Mends Triton's interpreter where it is imported: what triton gets wrong there and a GPU does right."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,8 @@ def _cast_impl(self: Any, source: Any, dtype: Any) -> Any:
 
 def _call_kernel(self: Any, *args: Any, **options: Any) -> Any:
     """What overflows, or is no number, is so without a word, as on a GPU."""
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
         return _call(self, *args, **options)
 
 
