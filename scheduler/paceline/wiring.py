@@ -45,7 +45,7 @@ from paceline.models.tokenizer import load_tokenizer
 from paceline.models.weights import weight_bytes
 from paceline.runner import Drafter, KVCache, ModelRunner
 from paceline.runner.drafter import Scorer
-from paceline.runner.memory import LargestStep, kv_bytes, measure
+from paceline.runner.memory import GRAPH_RESERVE, LargestStep, drawn_bytes, kv_bytes, measure
 from paceline.speculation import DraftModel, Ngram
 from paceline_kernels.cpu import decoder
 from paceline_kernels.cpu.memory import free_memory, total_memory
@@ -570,7 +570,8 @@ def _measure_num_blocks(
             f"{gpu.name} is too small for a step of max_num_batched_tokens = {rows} rows beside the weights; "
             f"fewer take less: {error}"
         ) from error
-    left = kv_bytes(measured, settings.gpu_memory_utilization)
+    drawn = drawn_bytes(config.max_num_seqs, config.max_depth, models[0].config.vocab_size) if len(models) > 1 else 0
+    left = kv_bytes(measured, settings.gpu_memory_utilization, GRAPH_RESERVE + drawn)
     logger.info("memory: %s in the largest step, %s for KV", in_gib(measured.peak), in_gib(left))
     return gpu_blocks(left, per_block, config, settings.gpu_memory_utilization)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.core.method import Method
 from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
@@ -28,9 +30,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def build(pair: tuple[Path, Path], backend: str, **settings: object) -> Engine:
     common = {"dtype": "float32", "max_model_len": MAX_LEN, "block_size": 8, "kv_cache_memory": 1 << 21, "depth": "3"}
-    return build_engine(
-        EngineSettings(model=str(pair[0]), draft=str(pair[1]), backend=backend, **(common | settings))  # type: ignore[arg-type]
-    )
+    paths = {"model": str(pair[0]), "draft": str(pair[1])}
+    return build_engine(EngineSettings(backend=backend, **(paths | common | settings)))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,38 @@ def test_sequences_that_ask_the_host_go_beside_the_others(engine: Engine, oracle
     ]
     found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+
+
+@pytest.mark.parametrize("alone", [{"draft": "none"}, {"depth": "off"}])
+def test_without_a_draft_model(pair: tuple[Path, Path], oracle: Engine, alone: dict[str, str]) -> None:
+    engine = build(pair, "triton", **alone)
+    methods = [Method.NGRAM, Method.NONE] if "draft" in alone else [Method.NONE]
+    requests = [request(i, GREEDY, method, 2 * (method is Method.NGRAM)) for i, method in enumerate(methods)]
+    requests.append(request(3, SamplingParams(), methods[-1], 0))
+    found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
+    assert [text.token_ids for text in found[:-1]] == [text.token_ids for text in expected[:-1]]
+
+
+def test_a_step_without_memory_is_computed_again(
+    engine: Engine, oracle: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some steps do not fit on the device as they are launched: they go the general way, with blocks and seats as they
+    were.
+    """
+    runner, calls = engine.runner, itertools.count()
+    assert isinstance(runner, DeviceRunner)
+    whole = runner._forward_and_judge
+
+    def sometimes(*args: object) -> None:
+        if next(calls) % 3 == 1:
+            raise torch.OutOfMemoryError("made up")
+        whole(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "_forward_and_judge", sometimes)
+    requests = [request(i, GREEDY, Method.DRAFT_MODEL, depth) for i, depth in enumerate((0, 2, 3))]
+    found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
+    assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+    assert next(calls) > 3
 
 
 def test_preempted_sequences_come_back(pair: tuple[Path, Path], engine: Engine, oracle: Engine) -> None:

@@ -115,7 +115,7 @@ def _batch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_seqs"])
 def _step_rows(
     facts,
     block_tables,
@@ -169,7 +169,7 @@ def _step_rows(
         tl.store(context_lens + index, computed + end - begin, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _draft_rows(
     facts,
     block_tables,

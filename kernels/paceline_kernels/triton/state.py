@@ -7,6 +7,7 @@ kernels find positions and tokens in the table of sequences, and the step says o
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass
 from typing import Final
 
@@ -115,13 +116,12 @@ class StepInput:
     @classmethod
     def size(cls, most_seqs: int, num_seqs: int, num_rows: int) -> int:
         """Of the buffer, in int32 words."""
-        return sum(cls._lengths(most_seqs, num_seqs, num_rows))
+        return sum(map(_aligned, cls._lengths(most_seqs, num_seqs, num_rows)))
 
     @classmethod
     def view(cls, buffer: Tensor, most_seqs: int, num_seqs: int, num_rows: int) -> StepInput:
         """The parts of a buffer [size] int32, without copying. What drafting needs lies the same in all of them."""
-        lengths = cls._lengths(most_seqs, num_seqs, num_rows)
-        return cls(*torch.split(buffer[: sum(lengths)], lengths))
+        return cls(*_parts(buffer, cls._lengths(most_seqs, num_seqs, num_rows)))
 
     @staticmethod
     def _lengths(most_seqs: int, num_seqs: int, num_rows: int) -> list[int]:
@@ -145,13 +145,26 @@ class StepOutput:
     @classmethod
     def size(cls, num_seqs: int, max_depth: int) -> int:
         """Of the buffer, in int32 words."""
-        return num_seqs * (2 + 2 * max_depth)
+        return sum(map(_aligned, cls._lengths(num_seqs, max_depth)))
 
     @classmethod
     def view(cls, buffer: Tensor, num_seqs: int, max_depth: int) -> StepOutput:
-        lengths = [num_seqs, num_seqs * (max_depth + 1), num_seqs * max_depth]
-        accepted, tokens, labels = torch.split(buffer[: sum(lengths)], lengths)
+        accepted, tokens, labels = _parts(buffer, cls._lengths(num_seqs, max_depth))
         return cls(accepted, tokens.view(num_seqs, max_depth + 1), labels.view(num_seqs, max_depth))
+
+    @staticmethod
+    def _lengths(num_seqs: int, max_depth: int) -> list[int]:
+        return [num_seqs, num_seqs * (max_depth + 1), num_seqs * max_depth]
+
+
+def _parts(buffer: Tensor, lengths: list[int]) -> list[Tensor]:
+    """Views of a buffer, one behind the other. Each begins at 16 bytes: Triton compiles anew for others."""
+    begins = itertools.accumulate(map(_aligned, lengths), initial=0)
+    return [buffer[begin : begin + length] for begin, length in zip(begins, lengths, strict=False)]
+
+
+def _aligned(words: int) -> int:
+    return -(-words // 4) * 4
 
 
 def float_bits(value: float) -> int:

@@ -150,7 +150,8 @@ def _checked(logits: Tensor, table: SequenceTable) -> tuple[int, int]:
     rows, vocab = logits.shape
     assert logits.dtype == torch.float32, f"{logits.dtype}, where the kernels read float32"
     assert logits.is_contiguous(), "the kernels see no strides"
-    assert table.probs.shape[2] == vocab, f"{vocab} tokens, {table.probs.shape[2]} in the table"
+    # Where nothing is ever drawn, the table has no room for what it would be drawn from.
+    assert table.probs.shape[2] in (1, vocab), f"{vocab} tokens, {table.probs.shape[2]} in the table"
     return rows, vocab
 
 

@@ -11,6 +11,7 @@ grammars, penalties, logprobs, a draft model far behind) wait for the step befor
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -20,7 +21,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.method import DRAFT_MODEL, NGRAM, Method
@@ -37,9 +37,12 @@ from paceline_kernels.triton.rows import draft_rows, step_rows
 from paceline_kernels.triton.state import SequenceTable, StepInput, StepOutput
 from paceline_kernels.triton.verification import choose_drafts, judge
 
+logger = logging.getLogger(__name__)
+
 FIRST_PASS_ROWS = 2  # of each sequence in the draft model's first pass
 MAX_LAUNCHED = 2
 SPARE_SEATS = 8  # for who has finished, but was not released yet when a measured step fills all others
+MOST_UNPLANNED = 64  # tokens that a draft model reads beyond what was planned, where a plan did not know how far it is
 COMPILED_RUNS = (1, 2, 4, 8, 16, 64, 512)  # rows of the longest run, by which kernels differ
 LOW_31 = 0x7FFFFFFF
 
@@ -76,7 +79,8 @@ class _Launched:
     runner: DeviceRunner
     step_id: int
     parts: list[_Part]
-    output: NDArray[np.int32]
+    output: Tensor
+    num_seqs: int
     marks: _Marks
     step: StepResult | None = field(default=None)
 
@@ -143,7 +147,7 @@ class DeviceRunner(ModelRunner):
             self._compile(model, cache)
         sizes, passes = list(self._step_sizes()), list(self._pass_sizes())
         for done, (seqs, rows, most) in enumerate(sizes):
-            self._graphs.run(("step", seqs, rows, most), partial(self._step, self._padding(seqs, rows), most, None))
+            self._graphs.run(("step", seqs, rows, most), partial(self._verify, self._padding(seqs, rows), most, None))
             if progress is not None:
                 progress(done + 1, len(sizes) + len(passes))
         for done, (size, first) in enumerate(passes):
@@ -199,29 +203,41 @@ class DeviceRunner(ModelRunner):
         with self._lock:
             while len(self._launched) >= MAX_LAUNCHED:
                 self._finish_oldest()
-            if not plan.work or not self._on_device(plan):
+            on_device = bool(plan.work) and self._on_device(plan)
+            if not on_device:
                 self._finish_all()
-                result = super().execute(plan)
-                for work in plan.work:
-                    seat = self._seats[work.request_id]
-                    seat.look()
-                    seat.stale = True
-                return _Done(result)
-            self._apply_membership(plan)
-            return self._launch(plan)
+            self._begin(plan)
+            if on_device:
+                try:
+                    return self._launch(plan)
+                except torch.OutOfMemoryError as error:
+                    logger.warning("out of memory in a step of %d requests: %s", len(plan.work), str(error))
+                self._finish_all()
+        # Nothing is launched now, and nobody waits for the lock.
+        if on_device:
+            self._free()
+        result = self._step(plan)
+        for work in plan.work:
+            seat = self._seats[work.request_id]
+            seat.look()
+            seat.stale = True
+        return _Done(result)
 
     def collect(self, launched: _Launched) -> StepResult:
         """The result of a launched step, once it is there."""
-        launched.marks.wait()
-        with self._lock:
-            while launched.step is None:
-                self._finish_oldest()
-            return launched.step
+        if launched.step is None:
+            launched.marks.wait()
+            with self._lock:
+                while launched.step is None:
+                    self._finish_oldest()
+        return launched.step
 
     def _on_device(self, plan: StepPlan) -> bool:
         """No sequence of the plan needs the host to shape its logits or to look at them."""
         admitted = {admission.request_id: admission.params for admission in plan.admitted}
         for work in plan.work:
+            if work.request_id in self._exhausted:
+                return False
             params = admitted.get(work.request_id)
             if params is None:
                 if not self._seats[work.request_id].plain:
@@ -243,8 +259,6 @@ class DeviceRunner(ModelRunner):
         marks = _Marks(self.model.device)
         self._turn = (self._turn + 1) % MAX_LAUNCHED
         parts = [_Part(self._seats[work.request_id], work) for work in plan.work]
-        for part in parts:
-            part.seat.sequence.extend(part.work)
         if any(self._must_know(part) for part in parts):
             self._finish_all()
         proposals = self._proposals(parts)
@@ -265,7 +279,7 @@ class DeviceRunner(ModelRunner):
         marks.ended()
         for part in parts:
             self._look_ahead(part)
-        launched = _Launched(self, plan.step_id, parts, landing[:size].numpy(), marks)
+        launched = _Launched(self, plan.step_id, parts, landing, len(step.seats), marks)
         self._launched.append(launched)
         return launched
 
@@ -274,10 +288,8 @@ class DeviceRunner(ModelRunner):
         seat, work = part.seat, part.work
         if not seat.num_launched:
             return False
-        if not work.num_drafts:
-            return False
-        if work.method is NGRAM:
-            return True
+        if work.method is NGRAM or not work.num_drafts:
+            return bool(work.num_drafts or work.draft_catch_up)
         running = self._launched[-1].parts if self._launched else []
         return not any(
             other.seat is seat and other.num_drafts and other.work.method is DRAFT_MODEL for other in running
@@ -321,10 +333,10 @@ class DeviceRunner(ModelRunner):
             sequence = seat.sequence
             end = min(seat.computed + work.num_tokens, seat.draft_computed + work.draft_catch_up)
             if part.num_drafts:
-                if end < seat.computed + work.num_tokens:
+                if seat.computed + work.num_tokens - end > MOST_UNPLANNED:
                     part.num_drafts = 0  # it cannot get to where drafts begin
                 else:
-                    end -= FIRST_PASS_ROWS
+                    end = seat.computed + work.num_tokens - FIRST_PASS_ROWS
             if end > seat.draft_computed:
                 tokens = sequence.token_ids[seat.draft_computed : end]
                 runs.append(input_batch.Run(sequence.block_ids, seat.draft_computed, tokens))
@@ -377,8 +389,12 @@ class DeviceRunner(ModelRunner):
         depths = [part.num_drafts for part in drafting]
         for number in range(depths[0]):
             count = sum(depth > number for depth in depths)
-            size = bucket(count, SEQUENCE_BUCKETS) or count
-            self._graphs.run(("draft", number == 0, size), self._draft_pass(step, size, first=number == 0))
+            size = bucket(count, SEQUENCE_BUCKETS)
+            work = self._draft_pass(step, size or count, first=number == 0)
+            if size is None:
+                work()
+            else:
+                self._graphs.run(("draft", number == 0, size), work)
 
     def _draft_pass(self, step: StepInput, size: int, *, first: bool) -> Callable[[], None]:
         assert self._draft_pair is not None
@@ -405,7 +421,7 @@ class DeviceRunner(ModelRunner):
             most = 1 if longest == 1 else 1 + self._max_depth
             key = ("step", len(step.seats), len(step.row_sequences), most)
             if len(step.row_sequences) <= ROW_BUCKETS[-1]:
-                self._graphs.run(key, lambda: self._step(step, most, None))
+                self._graphs.run(key, lambda: self._verify(step, most, None))
                 return
         firsts = np.cumsum([0, *(part.work.num_tokens + part.num_drafts for part in parts)])
         wanted: list[int] = []
@@ -415,9 +431,9 @@ class DeviceRunner(ModelRunner):
                 wanted.extend(range(newest, newest + part.num_drafts + 1))
         # Somebody has to tell the table how far sequences are, also where there are no logits.
         rows = torch.tensor(wanted or [0]).to(self.model.device, non_blocking=True)
-        self._step(step, longest, rows)
+        self._verify(step, longest, rows)
 
-    def _step(self, step: StepInput, max_rows: int, wanted: Tensor | None) -> None:
+    def _verify(self, step: StepInput, max_rows: int, wanted: Tensor | None) -> None:
         """Forward, logits of the wanted rows or of all, and verdicts."""
         table, block_size = self._seats.table, self.kv_cache.block_size
         token_ids, batch = step_rows(table, step, block_size, max_rows)
@@ -442,15 +458,15 @@ class DeviceRunner(ModelRunner):
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        launched = self._launched.popleft()
+        launched = self._launched[0]
         launched.marks.wait()
-        num_seqs = len(launched.output) // (2 + 2 * self._max_depth)
-        output = StepOutput.view(torch.from_numpy(launched.output), num_seqs, self._max_depth)
+        output = StepOutput.view(launched.output, launched.num_seqs, self._max_depth)
         accepted, tokens = output.num_accepted.tolist(), output.tokens.tolist()
         labels = output.labels.view(torch.float32).tolist()
         rows = zip(launched.parts, accepted, tokens, labels, strict=False)
         results = tuple(self._committed(part, count, row[: count + 1], some) for part, count, row, some in rows)
         launched.step = StepResult(launched.step_id, results, launched.marks.times())
+        self._launched.popleft()
 
     def _committed(self, part: _Part, accepted: int, tokens: list[int], labels: list[float]) -> SequenceResult:
         """Commit one sequence's part of a step to its mirror."""

@@ -55,6 +55,11 @@ def kv_bytes(measured: Measured, utilization: float, reserve: int = GRAPH_RESERV
     return max(0, int(measured.total * utilization) - measured.outside - measured.peak - reserve)
 
 
+def drawn_bytes(max_num_seqs: int, max_depth: int, vocab: int) -> int:
+    """Of the distributions that the drafts of a step were drawn from, which stay on the GPU until they are judged."""
+    return 4 * max_num_seqs * max_depth * vocab
+
+
 def measure(models: Sequence[Model], step: LargestStep) -> Measured:
     """Run the largest step on each of the models, which are on one GPU. Raises torch.OutOfMemoryError."""
     device = models[0].device

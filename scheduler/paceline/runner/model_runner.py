@@ -86,20 +86,28 @@ class ModelRunner:
         self.verifier = Verifier(seed, model.device)
         self._sequences: dict[int, Sequence] = {}
         self._exhausted: set[int] = set()  # failed for want of memory; a plan made meanwhile may still name them
-        self._unread: set[int] = set()  # whose draft model could not read what the plans believe that it has read
         # Grammars are asked while the forward runs, by a thread that never computes tensors.
         self._mask_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-masks")
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        began = time.perf_counter()
+        self._begin(plan)
+        return self._step(plan)
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Take over what a plan says of sequences and their blocks."""
         self._apply_membership(plan)
+        for work in plan.work:
+            if work.request_id not in self._exhausted:
+                self._sequences[work.request_id].extend(work)
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        """Do the work of a plan that was begun."""
         if not plan.work:
             return StepResult(plan.step_id, ())
+        began = time.perf_counter()
         going = [work for work in plan.work if work.request_id not in self._exhausted]
         planned = [(self._sequences[work.request_id], work) for work in going]
-        for sequence, work in planned:
-            sequence.extend(work)
         batch = self._draft(planned)
         drafted = time.perf_counter()
         judged, verifying = self._judge(batch, self._start_masks(batch)) if batch else ([], 0.0)
@@ -114,7 +122,6 @@ class ModelRunner:
         for request_id in plan.released:
             del self._sequences[request_id]
             self._exhausted.discard(request_id)
-            self._unread.discard(request_id)
             for drafter in self.drafters.values():
                 drafter.release(request_id)
         for admission in plan.admitted:
@@ -152,17 +159,13 @@ class ModelRunner:
         self._free()
         for (sequence, _), computed in zip(mine, before, strict=True):
             sequence.num_draft_computed = computed
-            self._unread.add(sequence.request_id)
         return [Draft([])] * len(mine)
 
     def _is_behind(self, sequence: Sequence, work: SequenceWork) -> bool:
         """A plan that was made before a draft was dropped leaves its draft model too little to read."""
-        if work.method is not Method.DRAFT_MODEL or sequence.request_id not in self._unread:
+        if work.method is not Method.DRAFT_MODEL or not work.num_drafts:
             return False
-        if sequence.num_draft_computed + work.draft_catch_up < len(sequence):
-            return True
-        self._unread.discard(sequence.request_id)
-        return False
+        return sequence.num_draft_computed + work.draft_catch_up < len(sequence)
 
     # -- in halves ----------------------------------------------------------------------------------------------------
 
