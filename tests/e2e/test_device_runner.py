@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.core.depth import Chosen, DepthCandidate, StepLoad, within_bounds
+from paceline.core.depth_policy import DepthPolicy
 from paceline.core.method import Method
 from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
 from paceline.engine import Engine, GenerationRequest
@@ -151,6 +154,40 @@ def test_a_step_without_memory_is_computed_again(
     found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]
     assert next(calls) > 3
+
+
+class AnyDepth(DepthPolicy):
+    """Another method and depth for each request in every step."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+        self.depths: Counter[int] = Counter()
+
+    def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
+        chosen = []
+        for candidate in candidates:
+            offer = self._random.choice(candidate.offers)
+            chosen.append(within_bounds(candidate, offer, self._random.choice((0, 0, 1, 2, 3))))
+            self.depths[chosen[-1].depth] += 1
+        return chosen
+
+
+def test_draft_models_catch_up_with_whatever_was_planned(pair: tuple[Path, Path], oracle: Engine) -> None:
+    """Depths and methods that change with every step, few rows, and now and then a step that goes the general way."""
+    engine = build(pair, "triton", max_num_batched_tokens=12, max_num_seqs=4)
+    engine.scheduler.speculation.policy = policy = AnyDepth()
+    requests = [
+        GenerationRequest(
+            prompt=tuple(range(10 * i + 1, 10 * i + 3)) * (2 + 4 * i),
+            sampling=SamplingParams(temperature=0.0, frequency_penalty=0.5 * (i == 2)),
+            stop=StopParams(max_tokens=4 if i == 2 else 9, ignore_eos=True),
+            speculation=SpeculationParams(max_depth=3),
+        )
+        for i in range(4)
+    ]
+    found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
+    assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+    assert set(policy.depths) == {0, 1, 2, 3}
 
 
 def test_preempted_sequences_come_back(pair: tuple[Path, Path], engine: Engine, oracle: Engine) -> None:
