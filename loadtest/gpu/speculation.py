@@ -77,7 +77,9 @@ def _concurrency(bench: Bench, streams: int) -> dict[str, Any]:
     best = max((run for run in runs if run.setting.is_fixed), key=lambda run: median(run.rates)).setting.name
     over = {name: _ratio(by_name[AUTO], run) for name, run in by_name.items()}
     _print(bench, streams, runs, over)
-    bench.say(f"auto / best fixed ({best}) = {over[best]:.3f} (target 0.95), auto / off = {over[OFF]:.3f} (target 0.98)")
+    bench.say(
+        f"auto / best fixed ({best}) = {over[best]:.3f} (target 0.95), auto / off = {over[OFF]:.3f} (target 0.98)"
+    )
     result = {
         "streams": streams,
         "rounds": len(runs[0].rounds),
