@@ -202,7 +202,8 @@ def build_engine(settings: EngineSettings) -> Engine:
         _tune([model for model in (target, draft) if isinstance(model, Decoder)])
     if gpu is not None and settings.kv_cache_memory is None:
         models = [target] if draft is None else [target, draft]
-        num_blocks = _measure_num_blocks(settings, scheduler_config, models, per_block, gpu)
+        drawn = drawn_bytes(settings.max_num_seqs, max_depth, config.vocab_size) if backend == "triton" else 0
+        num_blocks = _measure_num_blocks(settings, scheduler_config, models, per_block, gpu, GRAPH_RESERVE + drawn)
         scheduler_config = replace(scheduler_config, num_blocks=num_blocks)
     num_blocks = scheduler_config.num_blocks
 
@@ -558,9 +559,16 @@ def _check_gpu_memory(
 
 
 def _measure_num_blocks(
-    settings: EngineSettings, config: SchedulerConfig, models: Sequence[Model], per_block: int, gpu: Gpu
+    settings: EngineSettings,
+    config: SchedulerConfig,
+    models: Sequence[Model],
+    per_block: int,
+    gpu: Gpu,
+    reserve: int,
 ) -> int:
-    """Blocks for what a run of the largest step leaves of the share of the GPU that is granted."""
+    """Blocks for what a run of the largest step leaves of the share of the GPU that is granted, and some bytes for what
+    comes later.
+    """
     rows = config.max_num_batched_tokens
     sampled = min(rows, config.max_num_seqs * (1 + config.max_depth))
     try:
@@ -570,8 +578,7 @@ def _measure_num_blocks(
             f"{gpu.name} is too small for a step of max_num_batched_tokens = {rows} rows beside the weights; "
             f"fewer take less: {error}"
         ) from error
-    drawn = drawn_bytes(config.max_num_seqs, config.max_depth, models[0].config.vocab_size) if len(models) > 1 else 0
-    left = kv_bytes(measured, settings.gpu_memory_utilization, GRAPH_RESERVE + drawn)
+    left = kv_bytes(measured, settings.gpu_memory_utilization, reserve)
     logger.info("memory: %s in the largest step, %s for KV", in_gib(measured.peak), in_gib(left))
     return gpu_blocks(left, per_block, config, settings.gpu_memory_utilization)
 

@@ -221,7 +221,7 @@ def test_an_engine_has_the_blocks_that_were_measured(
 
     monkeypatch.setattr(wiring, "measure", measure)
     monkeypatch.setattr(wiring, "choose_gpu", lambda name: Gpu("Pretended", (9, 0), 16 << 20, 15 << 20))
-    monkeypatch.setattr(wiring, "kv_bytes", lambda *arguments: kv_bytes(*arguments, reserve=1 << 20))
+    monkeypatch.setattr(wiring, "GRAPH_RESERVE", 1 << 20)
     monkeypatch.setattr(wiring, "_load", lambda path, dtype, device, *rest: load_model(path, dtype, CPU))
     settings = EngineSettings(
         *pair, backend="torch", gpu_memory_utilization=0.5, kv_cache_memory=asked, take_memory=True, depth="2"
