@@ -31,7 +31,7 @@ from paceline.runner.drafter import Drafter, Scorer
 from paceline.runner.graphs import ROW_BUCKETS, SEQUENCE_BUCKETS, Graphs, bucket
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.model_runner import ModelRunner
-from paceline.runner.seats import Seat, Seats
+from paceline.runner.seats import Seat, Seats, is_plain
 from paceline_kernels import PagedBatch
 from paceline_kernels.triton.rows import draft_rows, step_rows
 from paceline_kernels.triton.state import SequenceTable, StepInput, StepOutput
@@ -242,7 +242,7 @@ class DeviceRunner(ModelRunner):
             if params is None:
                 if not self._seats[work.request_id].plain:
                     return False
-            elif params.edits_logits or params.logprobs.completion is not None or params.logprobs.prompt is not None:
+            elif not is_plain(params):
                 return False
         return True
 

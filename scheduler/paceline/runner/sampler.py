@@ -23,6 +23,7 @@ from torch import Tensor
 
 import paceline_kernels as ops
 from paceline.core.grammar import WORD, Mask, mask_of
+from paceline.core.params import SamplingParams
 from paceline.runner.positions import Positions
 
 # Beyond these float32 would divide by 0 or infinity; long before them, all mass is on the maximum, or on all alike.
@@ -68,13 +69,16 @@ def distribution_(logits: Tensor, batch: Seq[Positions]) -> Tensor:
     return logits
 
 
+def temperature_of(sampling: SamplingParams) -> float:
+    """What logits are divided by; 1 for greedy sequences, at which nothing changes."""
+    return 1.0 if sampling.greedy else min(max(sampling.temperature, SMALLEST_TEMPERATURE), LARGEST_TEMPERATURE)
+
+
 def temperatures(batch: Seq[Positions], device: torch.device) -> Tensor:
-    """Of every row, [rows] float32; greedy rows have 1, at which nothing changes."""
+    """Of every row, [rows] float32: see `temperature_of`."""
     values: list[float] = []
     for positions in batch:
-        sampling = positions.params.sampling
-        value = 1.0 if sampling.greedy else min(max(sampling.temperature, SMALLEST_TEMPERATURE), LARGEST_TEMPERATURE)
-        values.extend([value] * len(positions))
+        values.extend([temperature_of(positions.params.sampling)] * len(positions))
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 

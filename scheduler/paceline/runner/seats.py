@@ -10,7 +10,7 @@ import torch
 from paceline.core.params import SequenceParams, Verification
 from paceline.core.sequence import Sequence
 from paceline.runner.positions import LOW_HALF
-from paceline.runner.sampler import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE
+from paceline.runner.sampler import temperature_of
 from paceline_kernels.triton.state import COLUMNS, Column, Rule, SequenceTable, float_bits
 
 RULES = {
@@ -19,6 +19,12 @@ RULES = {
     Verification.TOKEN_WISE: Rule.TOKEN_WISE,
     Verification.BLOCK: Rule.BLOCK,
 }
+
+
+def is_plain(params: SequenceParams) -> bool:
+    """Nothing but the model has to be asked for its logits, and nobody wants to see them."""
+    wants_logprobs = params.logprobs.completion is not None or params.logprobs.prompt is not None
+    return not (params.edits_logits or wants_logprobs)
 
 
 class Seat:
@@ -32,7 +38,7 @@ class Seat:
             long as none of them samples.
         stale: the table does not have its row yet, or no longer.
         blocks_told: block ids that the table has.
-        plain: nothing but the model has to be asked for its logits, and nobody wants to see them.
+        plain: see `is_plain`.
     """
 
     __slots__ = (
@@ -56,8 +62,7 @@ class Seat:
         self.draft_computed = sequence.num_draft_computed
         self.stale = True
         self.blocks_told = 0
-        wants_logprobs = params.logprobs.completion is not None or params.logprobs.prompt is not None
-        self.plain = not (params.edits_logits or wants_logprobs)
+        self.plain = is_plain(params)
         self.constants = _constants(params)
 
     def look(self) -> None:
@@ -109,7 +114,6 @@ class Seats:
 def _constants(params: SequenceParams) -> list[int]:
     """The columns of a row that never change."""
     sampling = params.sampling
-    warm = 1.0 if sampling.greedy else min(max(sampling.temperature, SMALLEST_TEMPERATURE), LARGEST_TEMPERATURE)
     seed = sampling.seed or 0
     row = [0] * COLUMNS
     row[Column.RULE] = RULES[params.verification]
@@ -117,7 +121,7 @@ def _constants(params: SequenceParams) -> list[int]:
     row[Column.SEED_LOW] = _signed(seed & LOW_HALF)
     row[Column.SEED_HIGH] = _signed(seed >> 32)
     row[Column.CHOICE] = params.choice
-    row[Column.TEMPERATURE] = float_bits(warm)
+    row[Column.TEMPERATURE] = float_bits(temperature_of(sampling))
     row[Column.TOP_P] = float_bits(sampling.top_p)
     row[Column.MIN_P] = float_bits(sampling.min_p)
     row[Column.TYPICAL_P] = float_bits(sampling.typical_p)
