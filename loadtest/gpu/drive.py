@@ -1,25 +1,18 @@
-"""Steps of an engine, with as many under way as its runner allows, and what a batch of streams brings meanwhile."""
+"""Steps of an engine, one after the other, and what a batch of streams brings meanwhile."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from paceline.bench.turns import Stream, check_room
 from paceline.core.params import SpeculationParams, StopParams
-from paceline.core.plan import StepPlan, StepResult, StepTimes
+from paceline.core.plan import StepPlan, StepTimes
 from paceline.core.speculation_counts import SpeculationCounts
-from paceline.engine import Engine, GenerationRequest
+from paceline.engine import Engine, GenerationRequest, StepLoop
 from paceline.engine.delta import Output
-
-
-class Pending(Protocol):
-    """A step that runs."""
-
-    def result(self) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +20,7 @@ class Step:
     """One finished step.
 
     Attributes:
-        at: when its result came, by `time.perf_counter`.
+        at: when it was, by `time.perf_counter`.
     """
 
     at: float
@@ -36,35 +29,11 @@ class Step:
     outputs: list[Output]
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """What a runner that only executes has instead of a step that runs."""
-
-    done: StepResult
-
-    def result(self) -> StepResult:
-        return self.done
-
-
 def drive(engine: Engine) -> Iterator[Step]:
-    """Step until no request is live. A runner that can launch steps gets the next one while one runs, as the server's
-    loop gives them (`AsyncEngine` with lag 1). To be exhausted: a step may be under way between two results.
-    """
-    launch: Callable[[StepPlan], Pending] | None = getattr(engine.runner, "launch", None)
-    lag = 0 if launch is None else 1
-    running: deque[tuple[StepPlan, Pending]] = deque()
-    while True:
-        plan = engine.plan()
-        if plan is not None:
-            running.append((plan, _Done(engine.runner.execute(plan)) if launch is None else launch(plan)))
-            if len(running) <= lag:
-                continue
-        if not running:
-            return
-        plan, pending = running.popleft()
-        result = pending.result()
-        at = time.perf_counter()
-        yield Step(at, plan, result.times, engine.finish(plan, result))
+    """Step until no request is live. To be exhausted: a step may be under way between two results."""
+    steps = StepLoop(engine)
+    while (done := steps.step()) is not None:
+        yield Step(time.perf_counter(), done.plan, done.result.times, done.outputs)
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ from paceline.core.speculation_report import SpeculationReport
 from paceline.engine.delta import Output, PromptLogprobs
 from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
+from paceline.engine.step_loop import StepLoop
 from paceline.errors import InvalidArgument
 from paceline.options import check_names
 
@@ -190,16 +191,17 @@ class LLM:
         firsts = list(accumulate((request.n for request in requests), initial=0))
         index_of: dict[int, int] = {}
         outputs: list[list[Output]] = [[] for request in requests for _ in range(request.n)]
+        steps = StepLoop(self.engine)
         try:
             while waiting or index_of:
                 while waiting and self.engine.has_room_for(waiting[0][1]):
                     index, request, prepared = waiting.popleft()
                     first_id = self.engine.add(request, prepared)
                     index_of.update((first_id + choice, firsts[index] + choice) for choice in range(request.n))
-                outputs_of_step = self.engine.step()
+                finished = steps.step()
                 for _, error in self.engine.take_refused():
                     raise error
-                for output in outputs_of_step:
+                for output in finished.outputs if finished is not None else ():
                     index = index_of[output.request_id]
                     outputs[index].append(output)
                     if output.finish is not None:
@@ -212,6 +214,7 @@ class LLM:
             # Nothing is left, unless somebody raised.
             for request_id in index_of:
                 self.engine.abort(request_id)
+            steps.drain()
         return [_completion(parts) for parts in outputs]
 
 

@@ -23,6 +23,7 @@ from paceline.core.depth_policy import FixedDepth
 from paceline.core.grammar import GrammarCompiler
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
+from paceline.core.plan import StepRunner
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
@@ -44,7 +45,6 @@ from paceline.models import Decoder, Model, ModelConfig, NativeDecoder, load_mod
 from paceline.models.tokenizer import load_tokenizer
 from paceline.models.weights import weight_bytes
 from paceline.runner import Drafter, KVCache, ModelRunner
-from paceline.runner.drafter import Scorer
 from paceline.runner.memory import GRAPH_RESERVE, LargestStep, drawn_bytes, kv_bytes, measure
 from paceline.speculation import DraftModel, Ngram
 from paceline_kernels.cpu import decoder
@@ -221,10 +221,10 @@ def build_engine(settings: EngineSettings) -> Engine:
     drafters: dict[Method, Drafter] = {} if max_depth == 0 else {Method.NGRAM: ngram}
     if draft is not None:
         drafters[Method.DRAFT_MODEL] = DraftModel(draft, kv_cache(draft), settings.seed)
-    runner = _runner(settings, scheduler_config, backend, target, kv_cache(target), drafters, ngram)
+    runner = ModelRunner(target, kv_cache(target), drafters, settings.seed, scorer=ngram)
     engine = Engine(
         Scheduler(scheduler_config, SpeculationControl(FixedDepth(depth or 0))),
-        runner,
+        _on_device(runner, scheduler_config, settings.seed) if backend == "triton" else runner,
         TransformersTokenizer(tokenizer),
         model_name=settings.served_model_name or _model_name(settings.model, model_path),
         vocab_size=config.vocab_size,
@@ -246,7 +246,7 @@ def build_engine(settings: EngineSettings) -> Engine:
             threads=torch.get_num_threads(),
             device="cpu" if gpu is None else gpu.name,
         )
-        costs = _costs(key, runner, scheduler_config)
+        costs = _costs(key, engine.runner, scheduler_config, draft=Method.DRAFT_MODEL in drafters)
         engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=max_depth), costs)
     # After the warm-up, whose requests are no tenant's.
     engine.scheduler.tenants.set_policies(settings.tenants, settings.default_tenant)
@@ -255,28 +255,16 @@ def build_engine(settings: EngineSettings) -> Engine:
     return engine
 
 
-def _runner(
-    settings: EngineSettings,
-    config: SchedulerConfig,
-    backend: str,
-    target: Model,
-    kv_cache: KVCache,
-    drafters: dict[Method, Drafter],
-    scorer: Scorer,
-) -> ModelRunner:
-    """Who executes the steps."""
-    if backend != "triton":
-        return ModelRunner(target, kv_cache, drafters, settings.seed, scorer=scorer)
-    from paceline.runner.device_runner import DeviceRunner  # as `_triton_ops`
+def _on_device(host: ModelRunner, config: SchedulerConfig, seed: int) -> StepRunner:
+    """A runner whose steps are launched on the device of `host`, to which it leaves what cannot be."""
+    from paceline.runner.device_passes import ModelAndKV  # as `_triton_ops`
+    from paceline.runner.device_runner import DeviceRunner
 
-    draft = drafters.get(Method.DRAFT_MODEL)
+    draft = host.drafters.get(Method.DRAFT_MODEL)
     runner = DeviceRunner(
-        target,
-        kv_cache,
-        drafters,
-        settings.seed,
-        scorer,
-        draft=(draft.model, draft.kv_cache) if isinstance(draft, DraftModel) else None,
+        host,
+        seed,
+        draft=ModelAndKV(draft.model, draft.kv_cache) if isinstance(draft, DraftModel) else None,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
@@ -358,7 +346,7 @@ def _log_choices(engine: Engine, settings: EngineSettings, dtype: torch.dtype, b
     logger.info("loaded: %s", text, extra={"fields": chosen})
 
 
-def _costs(key: str, runner: ModelRunner, config: SchedulerConfig) -> CostModel:
+def _costs(key: str, runner: StepRunner, config: SchedulerConfig, *, draft: bool) -> CostModel:
     """As they were measured at an earlier start, or measured now, with a progress bar."""
     costs = cost_cache.load(key)
     if costs is None:
@@ -366,7 +354,7 @@ def _costs(key: str, runner: ModelRunner, config: SchedulerConfig) -> CostModel:
             costs = profile(
                 runner,
                 config,
-                draft=Method.DRAFT_MODEL in runner.drafters,
+                draft=draft,
                 seconds=PROFILE_SECONDS,
                 progress=progress,
                 clock=time.perf_counter,

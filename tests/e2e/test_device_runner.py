@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,10 @@ from paceline.core.depth import Chosen, DepthCandidate, StepLoad, within_bounds
 from paceline.core.depth_policy import DepthPolicy
 from paceline.core.method import Method
 from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
-from paceline.engine import Engine, GenerationRequest
+from paceline.engine import Engine, GenerationRequest, Output, StepLoop
 from paceline.runner.device_runner import DeviceRunner
 from paceline.wiring import EngineSettings, build_engine
 from support.pairs import tiny_pair
-from support.pipeline import drive
 
 MAX_LEN = 64
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,12 +65,18 @@ def request(number: int, sampling: SamplingParams, method: Method, depth: int, *
     )
 
 
+def drive(engine: Engine) -> Iterator[list[Output]]:
+    """Until no request is live; the books are checked after every step."""
+    steps = StepLoop(engine)
+    while (done := steps.step()) is not None:
+        yield done.outputs
+        engine.check_invariants()
+
+
 def generate(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Text]:
     ids = [engine.add(one) for one in requests]
     texts = {request_id: Text([]) for request_id in ids}
-    runner = engine.runner
-    steps = drive(engine, runner.launch) if isinstance(runner, DeviceRunner) else iter(engine.step, [])
-    for outputs in steps:
+    for outputs in drive(engine):
         for output in outputs:
             texts[output.request_id].token_ids.extend(output.token_ids)
             if output.stats is not None:
@@ -142,14 +147,14 @@ def test_a_step_without_memory_is_computed_again(
     """
     runner, calls = engine.runner, itertools.count()
     assert isinstance(runner, DeviceRunner)
-    whole = runner._forward_and_judge
+    whole = runner._passes.verify
 
     def sometimes(*args: object) -> None:
         if next(calls) % 3 == 1:
             raise torch.OutOfMemoryError("made up")
         whole(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner, "_forward_and_judge", sometimes)
+    monkeypatch.setattr(runner._passes, "verify", sometimes)
     requests = [request(i, GREEDY, Method.DRAFT_MODEL, depth) for i, depth in enumerate((0, 2, 3))]
     found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]
@@ -210,7 +215,7 @@ def test_aborted_sequences_leave_their_seats(engine: Engine) -> None:
     runner = engine.runner
     assert isinstance(runner, DeviceRunner)
     ids = [engine.add(request(i, GREEDY, Method.DRAFT_MODEL, 2)) for i in range(3)]
-    for number, _ in enumerate(drive(engine, runner.launch)):
+    for number, _ in enumerate(drive(engine)):
         if number == 2:
             engine.abort(ids[0])
             engine.abort(ids[1])

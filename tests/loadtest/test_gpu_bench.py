@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
-from paceline.core.plan import StepPlan, StepResult, StepRunner
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import FailedPrecondition
 from paceline.wiring import EngineSettings, build_engine
+from support.launching import LaunchingRunner
 
 sys.path.append(str(Path(__file__).parents[2] / "loadtest" / "gpu"))  # last: its bench.py is not the only one
 
@@ -40,38 +38,6 @@ def engine() -> Engine:
     return build_engine(EngineSettings(draft="demo", depth="2", max_num_seqs=4, max_model_len=256))
 
 
-class Launching:
-    """A runner whose steps end when they are asked for, or when the next one starts."""
-
-    def __init__(self, runner: StepRunner) -> None:
-        self._runner = runner
-        self.running: list[Launched] = []
-        self.most = 0
-
-    def launch(self, plan: StepPlan) -> Launched:
-        for before in self.running:
-            before.run()
-        launched = Launched(lambda: self._runner.execute(plan), self.running)
-        self.running.append(launched)
-        self.most = max(self.most, len(self.running))
-        return launched
-
-
-@dataclass
-class Launched:
-    execute: Callable[[], StepResult]
-    running: list[Launched]
-    done: StepResult | None = None
-
-    def run(self) -> StepResult:
-        self.done = self.done or self.execute()
-        return self.done
-
-    def result(self) -> StepResult:
-        self.running.remove(self)
-        return self.run()
-
-
 def completions(engine: Engine) -> tuple[dict[int, list[int]], list[Step]]:
     """The tokens of each stream, and all steps."""
     stop = StopParams(max_tokens=20, ignore_eos=True)
@@ -91,7 +57,7 @@ def test_a_runner_that_launches_has_the_next_step_while_one_runs(
     expected, steps = completions(engine)
     assert [len(tokens) for tokens in expected.values()] == [20] * 3
     assert [step.at for step in steps] == sorted(step.at for step in steps)
-    runner = Launching(engine.runner)
+    runner = LaunchingRunner(engine.runner)
     monkeypatch.setattr(engine, "runner", runner)
     assert completions(engine)[0] == expected
     assert runner.most == 2
@@ -103,7 +69,7 @@ def test_a_window_has_the_steps_of_the_whole_batch(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, launches: bool
 ) -> None:
     if launches:
-        monkeypatch.setattr(engine, "runner", Launching(engine.runner))
+        monkeypatch.setattr(engine, "runner", LaunchingRunner(engine.runner))
     window = drive.serve(engine, STREAMS, SpeculationParams(), max_tokens=20)
     assert not engine.has_work
     assert {len(step.plan.work) for step in window.steps} == {3}

@@ -261,6 +261,16 @@ class Pending(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that is through, where one that was launched is asked for."""
+
+    step: StepResult
+
+    def result(self) -> StepResult:
+        return self.step
+
+
 class PipelinedRunner(StepRunner, Protocol):
     """A runner whose steps need not be waited for before the next is launched."""
 

@@ -16,6 +16,7 @@ from paceline.engine.async_engine import IDLE_SECONDS, AsyncEngine, forward_work
 from paceline.engine.delta import Delta, Output
 from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
+from paceline.engine.step_loop import StepLoop
 from paceline.engine.stream import Stream
 from paceline.engine.tokenizer import Tokenizer, TransformersTokenizer
 from paceline.engine.totals import Totals
@@ -29,6 +30,7 @@ __all__ = [
     "GenerationRequest",
     "Output",
     "Prompt",
+    "StepLoop",
     "Stream",
     "Tokenizer",
     "Totals",

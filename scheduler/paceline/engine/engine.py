@@ -328,12 +328,22 @@ class Engine:
             plan = self.plan()
             if plan is not None:
                 return self.finish(plan, self.runner.execute(plan))
-            if self.has_work and not self.scheduler.refused:
-                self.wait(self.seconds_to_wait())
+            self.wait_for_turns()
             return []
         except BaseException:
-            self._failed = True
+            self.fail()
             raise
+
+    def wait_for_turns(self) -> None:
+        """Where every live request waits for its tenant's tokens, wait for them, unless there is somebody for
+        `take_refused`.
+        """
+        if self.has_work and not self.scheduler.refused:
+            self.wait(self.seconds_to_wait())
+
+    def fail(self) -> None:
+        """A step went wrong, and the books may be in any state: no request is taken any more."""
+        self._failed = True
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance. Mutates nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +55,22 @@ def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: i
         # Worked out over there it would have to be waited for.
         batch.derived["rows"] = tuple(torch.from_numpy(x).to(device) for x in _rows(runs, block_size))
     return torch.from_numpy(token_ids).to(device), batch
+
+
+def logit_rows(parts: Iterable[tuple[int, int, bool]]) -> list[int]:
+    """Of runs of known tokens and drafts, one after the other, the rows whose logits are wanted: the last known one and
+    the drafts of every sequence that samples.
+
+    Args:
+        parts: known tokens, drafts and whether it samples, of each sequence.
+    """
+    wanted: list[int] = []
+    first = 0
+    for known, drafts, samples in parts:
+        if samples:
+            wanted.extend(range(first + known - 1, first + known + drafts))
+        first += known + drafts
+    return wanted
 
 
 def _rows(runs: Sequence[Run], block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -55,6 +55,12 @@ def kv_bytes(measured: Measured, utilization: float, reserve: int = GRAPH_RESERV
     return max(0, int(measured.total * utilization) - measured.outside - measured.peak - reserve)
 
 
+def give_back(device: torch.device) -> None:
+    """What torch's allocator keeps of a GPU in pieces that were too small."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def drawn_bytes(max_num_seqs: int, max_depth: int, vocab: int) -> int:
     """Of the distributions that the drafts of a step were drawn from, which stay on the GPU until they are judged."""
     return 4 * max_num_seqs * max_depth * vocab

@@ -29,6 +29,7 @@ from paceline.runner import input_batch
 from paceline.runner.drafter import Draft, Drafter, Scorer
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.logprobs import completion_logprobs, token_logprobs
+from paceline.runner.memory import give_back
 from paceline.runner.positions import Positions
 from paceline.runner.sampler import edit_
 from paceline.runner.verification import Run, Verdict, Verifier
@@ -69,6 +70,9 @@ class ModelRunner:
 
     Args:
         scorer: the n-gram drafter, for work that wants it scored.
+
+    Attributes:
+        sequences: the mirrors, by request id.
     """
 
     def __init__(
@@ -82,32 +86,36 @@ class ModelRunner:
         self.model = model
         self.kv_cache = kv_cache
         self.drafters = drafters
-        self._scorer = scorer
+        self.scorer = scorer
         self.verifier = Verifier(seed, model.device)
-        self._sequences: dict[int, Sequence] = {}
-        self._exhausted: set[int] = set()  # failed for want of memory; a plan made meanwhile may still name them
+        self.sequences: dict[int, Sequence] = {}
+        self._exhausted: set[int] = set()
         # Grammars are asked while the forward runs, by a thread that never computes tensors.
         self._mask_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-masks")
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        self._begin(plan)
-        return self._step(plan)
+        self.begin(plan)
+        return self.compute(plan)
 
-    def _begin(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """Take over what a plan says of sequences and their blocks."""
         self._apply_membership(plan)
         for work in plan.work:
             if work.request_id not in self._exhausted:
-                self._sequences[work.request_id].extend(work)
+                self.sequences[work.request_id].extend(work)
 
-    def _step(self, plan: StepPlan) -> StepResult:
+    def is_exhausted(self, request_id: int) -> bool:
+        """It has failed for want of memory; a plan made meanwhile may still name it."""
+        return request_id in self._exhausted
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan) -> StepResult:
         """Do the work of a plan that was begun."""
         if not plan.work:
             return StepResult(plan.step_id, ())
         began = time.perf_counter()
         going = [work for work in plan.work if work.request_id not in self._exhausted]
-        planned = [(self._sequences[work.request_id], work) for work in going]
+        planned = [(self.sequences[work.request_id], work) for work in going]
         batch = self._draft(planned)
         drafted = time.perf_counter()
         judged, verifying = self._judge(batch, self._start_masks(batch)) if batch else ([], 0.0)
@@ -120,12 +128,12 @@ class ModelRunner:
 
     def _apply_membership(self, plan: StepPlan) -> None:
         for request_id in plan.released:
-            del self._sequences[request_id]
+            del self.sequences[request_id]
             self._exhausted.discard(request_id)
             for drafter in self.drafters.values():
                 drafter.release(request_id)
         for admission in plan.admitted:
-            self._sequences[admission.request_id] = Sequence(admission)
+            self.sequences[admission.request_id] = Sequence(admission)
 
     # -- draft --------------------------------------------------------------------------------------------------------
 
@@ -156,7 +164,7 @@ class ModelRunner:
             return drafter.propose(mine)
         except torch.OutOfMemoryError as error:
             logger.warning("out of memory while drafting for %d requests: %s", len(mine), str(error))
-        self._free()
+        give_back(self.model.device)
         for (sequence, _), computed in zip(mine, before, strict=True):
             sequence.num_draft_computed = computed
         return [Draft([])] * len(mine)
@@ -180,18 +188,13 @@ class ModelRunner:
             masks.result()  # whoever fails must not leave the matchers to two threads
             logger.warning("out of memory in a step of %d requests: %s", len(batch), str(error))
         # Behind the handler: until it is left, the error holds the tensors of the attempt.
-        self._free()
+        give_back(self.model.device)
         if len(batch) == 1:
             return [(batch[0], None)], 0.0
         middle = len(batch) // 2
         first, seconds = self._judge(batch[:middle], masks)
         second, more = self._judge(batch[middle:], masks)
         return first + second, seconds + more
-
-    def _free(self) -> None:
-        """Give back what torch's allocator keeps in pieces that were too small."""
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _compute(self, batch: Batch, masks: Future[dict[int, Mask]]) -> tuple[list[_Judged], float]:
         """All that takes memory; no sequence is changed, and KV is written where the next attempt writes the same."""
@@ -226,11 +229,8 @@ class ModelRunner:
 
     def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         """Logits of the rows that are sampled or verified, [rows, vocab] float32."""
-        wanted: list[int] = []
-        for (_, work, draft), first in zip(batch, _first_rows(batch), strict=True):
-            if work.samples:
-                newest = first + work.num_tokens - 1
-                wanted.extend(range(newest, newest + len(draft.token_ids) + 1))
+        parts = ((work.num_tokens, len(draft.token_ids), work.samples) for _, work, draft in batch)
+        wanted = input_batch.logit_rows(parts)
         if len(wanted) < len(hidden):
             hidden = hidden[torch.tensor(wanted, dtype=torch.int64, device=hidden.device)]
         return self.model.logits(hidden)
@@ -290,7 +290,7 @@ class ModelRunner:
             sequence.commit(work, [], 0)
             result = SequenceResult(work.request_id, num_draft_computed=sequence.num_draft_computed)
         else:
-            result = _emit(work, judged.run, judged, self._scorer if work.scores_ngram else None)
+            result = _emit(work, judged.run, judged, self.scorer if work.scores_ngram else None)
         if judged.prompt_logprobs is not None:
             result = replace(result, prompt_start=start, prompt_logprobs=judged.prompt_logprobs)
         return result

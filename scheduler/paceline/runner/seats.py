@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 
 from paceline.core.params import SequenceParams, Verification
+from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.runner.positions import LOW_HALF
 from paceline.runner.sampler import temperature_of
@@ -65,8 +66,30 @@ class Seat:
         self.plain = is_plain(params)
         self.constants = _constants(params)
 
-    def look(self) -> None:
-        """Take over where the mirror stands; nothing is launched."""
+    def look_ahead(self, work: SequenceWork, draft_read: int) -> None:
+        """A step is launched: where the sequence will be, as far as the host can tell.
+
+        Args:
+            draft_read: known tokens that the draft model reads in it, besides those it drafts from.
+        """
+        self.draft_computed += draft_read
+        if work.samples:
+            self.num_launched += 1
+        else:
+            self.computed += work.num_tokens
+
+    def landed(self) -> None:
+        """The mirror has advanced by a launched step that samples."""
+        self.num_launched -= 1
+        if not self.num_launched:
+            self._look()
+
+    def moved(self) -> None:
+        """The mirror has advanced by a step that was not launched, and of which the table knows nothing."""
+        self._look()
+        self.stale = True
+
+    def _look(self) -> None:
         self.computed = self.sequence.num_computed
         self.draft_computed = self.sequence.num_draft_computed
 
@@ -109,6 +132,18 @@ class Seats:
             facts = np.stack([_facts(seat) for seat in stale])
             rows = torch.tensor([seat.index for seat in stale]).to(device, non_blocking=True)
             table.facts[rows] = torch.from_numpy(facts).to(device, non_blocking=True)
+
+    def tell_drafts(self, proposals: Mapping[int, list[int]]) -> None:
+        """Write drafts that the host has found, by seat, to where the device looks for its own."""
+        found = {index: tokens for index, tokens in proposals.items() if tokens}
+        if not found:
+            return
+        drafts, device = self.table.drafts, self.table.drafts.device
+        rows = np.concatenate([np.full(len(tokens), index) for index, tokens in found.items()])
+        columns = np.concatenate([np.arange(len(tokens)) for tokens in found.values()])
+        values = np.concatenate([np.array(tokens, dtype=np.int32) for tokens in found.values()])
+        where = torch.from_numpy(np.stack([rows, columns])).to(device)
+        drafts[where[0], where[1]] = torch.from_numpy(values).to(device)
 
 
 def _constants(params: SequenceParams) -> list[int]:

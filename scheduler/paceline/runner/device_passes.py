@@ -1,0 +1,210 @@
+"""The models on a GPU: draft passes, and a forward with its verdicts; recorded once for each size, then replayed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.models import Model
+from paceline.runner import input_batch
+from paceline.runner.device_step import DeviceStep
+from paceline.runner.graphs import ROW_BUCKETS, SEQUENCE_BUCKETS, Graphs, bucket
+from paceline.runner.kv_cache import KVCache
+from paceline.runner.stage import Stage
+from paceline_kernels import PagedBatch
+from paceline_kernels.triton.rows import draft_rows, step_rows
+from paceline_kernels.triton.state import SequenceTable, StepInput, StepOutput
+from paceline_kernels.triton.verification import choose_drafts, judge
+
+FIRST_PASS_ROWS: Final = 2  # of each sequence in the draft model's first pass
+COMPILED_RUNS: Final = (1, 2, 4, 8, 16, 64, 512)  # rows of the longest run, by which kernels differ
+
+
+class ModelAndKV(NamedTuple):
+    """A model, and the KV of what it has read."""
+
+    model: Model
+    kv_cache: KVCache
+
+
+class DevicePasses:
+    """Launches what a step computes. Nothing here waits for the device, or knows what a sequence is.
+
+    Args:
+        table: of the sequences; the device changes it, and whoever tells it of new ones.
+        max_num_seqs, max_num_batched_tokens, max_depth: of any step.
+
+    Attributes:
+        stage: in which steps are laid out.
+    """
+
+    def __init__(
+        self,
+        target: ModelAndKV,
+        draft: ModelAndKV | None,
+        table: SequenceTable,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_depth: int,
+    ) -> None:
+        device = target.model.device
+        self._target, self._draft, self._table = target, draft, table
+        self._max_depth = max_depth
+        self._graphs = Graphs(device)
+        self._pass_index = torch.zeros(1, dtype=torch.int32, device=device)
+        most = bucket(max_num_seqs, SEQUENCE_BUCKETS) or max_num_seqs
+        self._buckets = [size for size in SEQUENCE_BUCKETS if size <= most]
+        self._starts = {n: torch.arange(0, n * most + 1, n, dtype=torch.int32, device=device) for n in (1, 2)}
+        self.stage = Stage(device, most, max(max_num_batched_tokens, ROW_BUCKETS[-1]))
+        self._output = torch.zeros(StepOutput.size(most, max_depth), dtype=torch.int32, device=device)
+
+    @property
+    def output_words(self) -> int:
+        """Room that the output of any step takes, in int32."""
+        return len(self._output)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def catch_up(self, runs: Sequence[input_batch.Run]) -> None:
+        """Let the draft model read."""
+        assert self._draft is not None
+        model, cache = self._draft
+        model.forward(*input_batch.flatten(runs, cache.block_size, model.device), cache)
+
+    def draft(self, sent: StepInput, depths: Sequence[int]) -> None:
+        """All passes of the draft model, each over the sequences whose depth goes beyond it.
+
+        Args:
+            depths: of `sent.draft_seats`, the deepest first; may be empty.
+        """
+        for number in range(depths[0] if depths else 0):
+            count = sum(depth > number for depth in depths)
+            size = bucket(count, SEQUENCE_BUCKETS)
+            work = self._draft_pass(sent, size or count, first=number == 0)
+            if size is None:
+                work()
+            else:
+                self._graphs.run(("draft", number == 0, size), work)
+
+    def verify(self, sent: StepInput, step: DeviceStep) -> None:
+        """The forward of the target, and what its logits say of every sequence."""
+        if step.replayed:
+            most = 1 if step.longest == 1 else 1 + self._max_depth
+            key = ("step", step.num_seqs, step.num_rows, most)
+            self._graphs.run(key, lambda: self._forward_and_judge(sent, most, None))
+            return
+        # Somebody has to tell the table how far sequences are, also where there are no logits.
+        rows = torch.tensor(step.logit_rows() or [0]).to(self._target.model.device, non_blocking=True)
+        self._forward_and_judge(sent, step.longest, rows)
+
+    def bring_back(self, landing: Tensor, num_seqs: int) -> None:
+        """Copy the output of the last step to the host, as soon as it is there."""
+        size = StepOutput.size(num_seqs, self._max_depth)
+        landing[:size].copy_(self._output[:size], non_blocking=True)
+
+    def read(self, landing: Tensor, num_seqs: int) -> StepOutput:
+        """What was brought back, once it is there."""
+        return StepOutput.view(landing, num_seqs, self._max_depth)
+
+    def _draft_pass(self, sent: StepInput, size: int, *, first: bool) -> Callable[[], None]:
+        assert self._draft is not None
+        model, cache = self._draft
+        per_seq = FIRST_PASS_ROWS if first else 1
+        seats, depths = sent.draft_seats[:size], sent.draft_depths[:size]
+        starts = self._starts[per_seq][: size + 1]
+
+        def work() -> None:
+            if first:
+                self._pass_index.zero_()
+            else:
+                self._pass_index.add_(1)
+            rows = draft_rows(self._table, seats, depths, self._pass_index, starts, cache.block_size, per_seq)
+            hidden = model.forward(*rows, cache)
+            choose_drafts(model.logits(hidden[per_seq - 1 :: per_seq]), self._table, sent, self._pass_index)
+
+        return work
+
+    def _forward_and_judge(self, sent: StepInput, max_rows: int, wanted: Tensor | None) -> None:
+        """Forward, logits of the wanted rows or of all, and verdicts."""
+        model, cache = self._target
+        token_ids, batch = step_rows(self._table, sent, cache.block_size, max_rows)
+        hidden = model.forward(token_ids, batch, cache)
+        logits = model.logits(hidden if wanted is None else hidden[wanted])
+        judge(logits, token_ids, self._table, sent, self.read(self._output, len(sent.seats)))
+
+    # -- ahead of the first -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def record(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Record steps and draft passes of every size, on a GPU; nothing is served meanwhile.
+
+        Args:
+            progress: is told how many are recorded, and of how many.
+        """
+        if self._target.model.device.type != "cuda":
+            return
+        for pair in filter(None, (self._target, self._draft)):
+            self._compile(*pair)
+        jobs = [*self._step_jobs(), *self._pass_jobs()]
+        for done, job in enumerate(jobs, 1):
+            job()
+            if progress is not None:
+                progress(done, len(jobs))
+
+    def _compile(self, model: Model, cache: KVCache) -> None:
+        """Have kernels compiled for what is not recorded: prompts, and a draft model that catches up."""
+        device = model.device
+        for seqs, rows in itertools.product(self._buckets, COMPILED_RUNS):
+            starts = torch.full((seqs + 1,), rows, dtype=torch.int32, device=device)
+            starts[0] = 0
+            nowhere = torch.full((seqs,), -1, dtype=torch.int32, device=device)
+            zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+            batch = PagedBatch(
+                query_starts=starts,
+                context_lens=torch.zeros_like(nowhere),
+                block_tables=self._table.block_tables,
+                block_size=cache.block_size,
+                table_rows=nowhere,
+                max_rows=rows,
+                derived={"rows": (zeros, zeros - 1)},
+            )
+            model.logits(model.forward(zeros, batch, cache))
+
+    def _step_jobs(self) -> Iterator[Callable[[], None]]:
+        """One for each step that `verify` replays."""
+        for fewer, seqs in itertools.pairwise((0, *self._buckets)):
+            for lower, rows in itertools.pairwise((0, *ROW_BUCKETS)):
+                if fewer < rows and lower < seqs:
+                    yield self._step_job(seqs, rows, 1)
+                if self._max_depth and fewer + 1 < rows and lower < seqs * (1 + self._max_depth):
+                    yield self._step_job(seqs, rows, 1 + self._max_depth)
+
+    def _step_job(self, seqs: int, rows: int, most: int) -> Callable[[], None]:
+        def job() -> None:
+            sent = self._padding(seqs, rows)  # before anything is recorded
+            self._graphs.run(("step", seqs, rows, most), lambda: self._forward_and_judge(sent, most, None))
+
+        return job
+
+    def _pass_jobs(self) -> Iterator[Callable[[], None]]:
+        """One for each pass that `draft` replays."""
+        if self._draft is not None and self._max_depth:
+            for size, first in itertools.product(self._buckets, (True, False)):
+                yield self._pass_job(size, first)
+
+    def _pass_job(self, size: int, first: bool) -> Callable[[], None]:
+        def job() -> None:
+            sent = self._padding(1, 1)
+            self._graphs.run(("draft", first, size), self._draft_pass(sent, size, first=first))
+
+        return job
+
+    def _padding(self, seqs: int, rows: int) -> StepInput:
+        """A step in which nothing happens."""
+        self.stage.begin(0, seqs, rows)
+        return self.stage.send(0, seqs, rows)
