@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from paceline.core.adaptive_depth import DWELL, LEAST_SHARE, AdaptiveDepth
+from paceline.core.adaptive_depth import DWELL, DWELL_SECONDS, LEAST_SHARE, MOST_DWELL, AdaptiveDepth
 from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, Outcome, StepLoad
 from paceline.core.depth_choices import choose_depths
@@ -70,8 +71,8 @@ def adaptive(costs: CostModel | None = None, max_depth: int = 8) -> AdaptiveDept
     return AdaptiveDepth(costs or costs_by(), max_depth=max_depth)
 
 
-def geometric(acceptance: float, depth: int = 8) -> tuple[float, ...]:
-    return tuple(acceptance**position for position in range(1, depth + 1))
+def geometric(acceptance: float, depth: int = 8) -> list[float]:
+    return [acceptance**position for position in range(1, depth + 1)]
 
 
 def candidate(
@@ -175,9 +176,15 @@ def with_ngrams(one: DepthCandidate, acceptance: float) -> DepthCandidate:
 rates = st.floats(0.0, 1.0, allow_nan=False)
 
 
-def random_run(generator: np.random.Generator, longest: int = 3) -> tuple[float, ...]:
+def random_run(generator: np.random.Generator, longest: int = 3) -> list[float]:
     length = generator.integers(1, longest + 1)
-    return tuple(generator.uniform(0.3, 1.0, length).cumprod().tolist())
+    return [float(survival) for survival in generator.uniform(0.3, 1.0, length).cumprod()]
+
+
+def stairs_of(generator: np.random.Generator, rows: int) -> NDArray[np.float64]:
+    """Seconds of a step by rows: some cost nothing, or no row does."""
+    rises = generator.uniform(0.0, 0.6, rows) * (generator.uniform(size=rows) < 0.4)
+    return 1.0 + np.cumsum(rises + generator.choice([0.0, 0.2]))
 
 
 def with_both(generator: np.random.Generator, request_id: int) -> DepthCandidate:
@@ -209,7 +216,7 @@ def test_the_choice_is_the_best_of_all() -> None:
     """By either drafter: verification on any stairs, a pass of any constant and any share for each sequence."""
     generator = np.random.default_rng(0)
     for method in (MODEL, NGRAM) * 150:
-        stairs = 1.0 + np.cumsum(generator.uniform(0.0, 0.6, 20) * (generator.uniform(size=20) < 0.4))
+        stairs = stairs_of(generator, 20)
         constant, share, start = generator.uniform(0.0, 0.3, 3) * (generator.uniform(size=3) < 0.7)
         costs = costs_by(stairs.__getitem__, lambda n, a=constant, b=share: a + b * n, start)  # type: ignore[misc]
         candidates = []
@@ -243,7 +250,7 @@ def test_of_two_offers_the_worse_costs_a_hair_at_most(start: float) -> None:
     generator = np.random.default_rng(0)
     missed = []
     for _ in range(200):
-        stairs = 1.0 + np.cumsum(generator.uniform(0.0, 0.6, 20) * (generator.uniform(size=20) < 0.4))
+        stairs = stairs_of(generator, 20)
         constant, share = generator.uniform(0.0, 0.2, 2)
         costs = costs_by(stairs.__getitem__, lambda n, a=constant, b=share: a + b * n, start)  # type: ignore[misc]
         policy = adaptive(costs)
@@ -500,9 +507,9 @@ def test_a_decision_while_a_request_copies_is_for_when_it_does_not() -> None:
 def test_where_a_stair_is_too_high_to_copy_the_draft_model_goes_on() -> None:
     """Each of two alone had better copy three tokens than draft two; together they would need a seventh row."""
     policy = adaptive(costs_by(lambda rows: 1.0 if rows <= 6 else 5.0, lambda count: 0.0))
-    by_model = Offer(MODEL, (0.9, 0.8))
+    by_model = Offer(MODEL, [0.9, 0.8])
     plain = [DepthCandidate(i, (by_model,), 0, 3) for i in range(2)]
-    both = [changed(one, offers=(by_model, Offer(NGRAM, (0.6, 0.59, 0.58)))) for one in plain]
+    both = [changed(one, offers=(by_model, Offer(NGRAM, [0.6, 0.59, 0.58]))) for one in plain]
     assert ask(policy, plain[:1] + both[1:], load_of(plain)) == [Chosen(MODEL, 2)] * 2
     assert ask(policy, both, load_of(both)) == [Chosen(MODEL, 2)] * 2
 
@@ -525,7 +532,7 @@ def test_who_copies_stands_as_it_was_decided() -> None:
     """Whatever was decided for those that do not quite pay, which go on."""
     generator = np.random.default_rng(0)
     for _ in range(1000):
-        stairs = 1.0 + np.cumsum(generator.uniform(0.0, 0.6, 60) * (generator.uniform(size=60) < 0.4))
+        stairs = stairs_of(generator, 60)
         constant, share = generator.uniform(0.0, 0.2, 2)
         costs = costs_by(stairs.__getitem__, lambda n, a=constant, b=share: a + b * n)  # type: ignore[misc]
         gain, count = generator.uniform(0.8, 2.5), generator.integers(1, 5)
@@ -665,7 +672,7 @@ def test_a_review_is_the_best_there_is_at_its_prices() -> None:
     """Against every choice within bounds and budget that keeps up-to-date draft models going."""
     generator = np.random.default_rng(0)
     for _ in range(300):
-        stairs = 1.0 + np.cumsum(generator.uniform(0.0, 0.6, 30) * (generator.uniform(size=30) < 0.4))
+        stairs = stairs_of(generator, 30)
         costs = costs_by(stairs.__getitem__)
         passes = np.sort(generator.uniform(0.0, 0.5, 3)).tolist()
         candidates = [
@@ -682,7 +689,7 @@ def test_a_review_is_the_best_there_is_at_its_prices() -> None:
                 sum(offer.survivals[:depth]) - sum(passes[:depth])  # noqa: B023
                 for offer, depth in zip(offers, depths, strict=True)  # noqa: B023
             )
-            return gained - prices.of_rows(sum(depths))  # noqa: B023
+            return gained - prices.of_slots(load.rows, sum(depths))[-1]  # noqa: B023
 
         chosen = [one.depth for one in review(candidates, offers, prices, load.rows, budget, 3)]
         ranges = [
@@ -911,6 +918,20 @@ def test_probes_take_no_more_than_their_share(count: int) -> None:
     credit = max(LEAST_CREDIT, PROBE_CREDIT / count)
     assert 0.0 < spent <= (PROBE_SHARE * steps + credit) * plain * (1 + 1e-9)
     assert PROBE_SHARE <= 0.02
+
+
+@pytest.mark.parametrize(("seconds", "dwell"), [(1.0, 7), (DWELL_SECONDS / 10, 11), (1e-4, MOST_DWELL)])
+def test_short_steps_are_no_reason_to_decide_more_often(seconds: float, dwell: int) -> None:
+    """In time it is more often still."""
+    policy = adaptive(costs_by(lambda rows: seconds, lambda count: 0.0))
+    one = candidate(0.01, highest=1)
+    load, stood = load_of([one]), []
+    for _ in range(4 * MOST_DWELL):
+        stood.append(policy.standing(load) is not None)
+        if not stood[-1]:
+            policy.choose([one], load)
+    decided = [step for step, stands in enumerate(stood) if not stands]
+    assert {after - before for before, after in itertools.pairwise(decided)} == {dwell}
 
 
 def test_a_probe_that_pays_makes_the_request_draft() -> None:

@@ -39,6 +39,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.runner": (*PLANS, "paceline.models", "paceline_kernels"),
     "paceline.speculation": (*PLANS, "paceline.runner", "paceline.models", "paceline_kernels"),
     "paceline.whole_file": (),
+    "paceline.settings": ("paceline.core", "paceline.device"),
+    "paceline.backend": ("paceline.settings", "paceline.device", "paceline.models", "paceline_kernels"),
+    "paceline.kv_blocks": (
+        *("paceline.core.config", "paceline.settings", "paceline.device"),
+        *("paceline.models", "paceline.runner", "paceline_kernels.cpu.memory"),
+    ),
     "paceline.cost_cache": ("paceline.core", "paceline.whole_file", "paceline_kernels.cpu.build"),
     "paceline.server": ("paceline.engine", "paceline.core", "paceline.config_file", "paceline.v1"),
     "paceline.client": ("paceline.options", "paceline.v1"),

@@ -66,7 +66,7 @@ def target_of(found: EngineSettings) -> object:
 def test_auto_is_native(pair: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(target_of(settings(pair)), NativeDecoder)
     assert isinstance(target_of(settings(pair, backend="torch")), Decoder)
-    assert [record for record in caplog.records if record.name == "paceline.wiring"] == []
+    assert [record for record in caplog.records if record.name == "paceline.backend"] == []
 
 
 @pytest.mark.usefixtures("_nothing_loaded")
@@ -77,7 +77,7 @@ def test_without_it_torch_serves_and_says_so_once(
     monkeypatch.setenv(build.COMPILER_VARIABLE, compiler)
     engine = build_engine(settings(pair, depth="3"))
     completions = LLM.from_engine(engine).generate(PROMPTS, temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    [warning] = [record for record in caplog.records if record.name == "paceline.wiring"]
+    [warning] = [record for record in caplog.records if record.name == "paceline.backend"]
     assert warning.levelno == logging.WARNING
     assert compiler in warning.getMessage()
     model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)

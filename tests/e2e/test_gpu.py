@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import device, wiring
+from paceline import backend, device, kv_blocks, wiring
 from paceline.core.config import SchedulerConfig
 from paceline.device import Gpu, Needed, check_memory, choose_gpu, find_gpu
 from paceline.errors import FailedPrecondition, InvalidArgument
+from paceline.kv_blocks import gpu_blocks
 from paceline.llm import LLM
 from paceline.models import Decoder, Model, load_model, load_model_config
 from paceline.models.weights import num_parameters, weight_bytes
 from paceline.runner import memory as gpu_memory
 from paceline.runner.memory import LargestStep, Measured, kv_bytes, run_largest
-from paceline.wiring import EngineSettings, build_engine, gpu_blocks
+from paceline.wiring import EngineSettings, build_engine
 from support.checkpoints import tiny_checkpoint
 from support.pairs import tiny_pair
 
@@ -42,7 +43,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights are loaded")
 
     for name in ("load_model", "load_native"):
-        monkeypatch.setattr(wiring, name, load)
+        monkeypatch.setattr(backend, name, load)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | str) -> None:
@@ -112,7 +113,7 @@ def test_a_head_size_without_a_kernel(field: str, size: int, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("settings", "backend"),
+    ("settings", "name"),
     [
         ({}, "triton"),
         ({"backend": "triton"}, "triton"),
@@ -120,24 +121,24 @@ def test_a_head_size_without_a_kernel(field: str, size: int, tmp_path: Path, mon
         ({"quantization": "int8", "draft_quantization": "int8"}, "triton"),
     ],
 )
-def test_backends_of_a_gpu(settings: dict[str, Any], backend: str) -> None:
-    assert wiring._choose_backend(EngineSettings(**settings), H100) == backend
+def test_backends_of_a_gpu(settings: dict[str, Any], name: str) -> None:
+    assert backend.choose_backend(EngineSettings(**settings), H100) == name
 
 
 def test_int8_needs_kernels_on_a_gpu_too() -> None:
     with pytest.raises(FailedPrecondition, match=r"quantization = int8: the triton backend is needed: backend = torch"):
-        wiring._choose_backend(EngineSettings(backend="torch", quantization="int8"), H100)
+        backend.choose_backend(EngineSettings(backend="torch", quantization="int8"), H100)
 
 
 def test_without_triton_torch_serves_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(device, "find_spec", lambda name: None)
-    assert wiring._choose_backend(EngineSettings(), H100) == "torch"
+    assert backend.choose_backend(EngineSettings(), H100) == "torch"
     [warning] = caplog.records
     assert (warning.levelno, "triton is not installed" in warning.getMessage()) == (logging.WARNING, True)
     with pytest.raises(FailedPrecondition, match=r"backend = triton: .*triton is not installed"):
-        wiring._choose_backend(EngineSettings(backend="triton"), H100)
+        backend.choose_backend(EngineSettings(backend="triton"), H100)
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -151,7 +152,7 @@ def test_kernels_compute_where_triton_is_chosen(
         loaded.append((ops.__name__, int8))
         return load_model(path, dtype, on, ops, int8=int8)
 
-    monkeypatch.setattr(wiring, "load_model", load)
+    monkeypatch.setattr(backend, "load_model", load)
     quantization = "int8" if int8 else "none"
     engine = build_engine(EngineSettings(*pair, backend="triton", quantization=quantization, depth="2"))
     assert loaded == [("paceline_kernels.triton.ops", int8), ("paceline_kernels.triton.ops", False)]
@@ -193,7 +194,7 @@ def test_what_is_left_for_kv() -> None:
 def test_kv_bytes_become_blocks() -> None:
     config = SchedulerConfig(num_blocks=8, block_size=16, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100)
     assert gpu_blocks(1000, 100, config, 0.9) == 10
-    assert gpu_blocks(10**9, 100, config, 0.9) == wiring.MOST_CACHED * 4 * 7
+    assert gpu_blocks(10**9, 100, config, 0.9) == kv_blocks.MOST_CACHED * 4 * 7
     with pytest.raises(FailedPrecondition, match=r"0\.9 leaves .* one request of max_model_len = 100 tokens needs"):
         gpu_blocks(699, 100, config, 0.9)
 
@@ -219,10 +220,10 @@ def test_an_engine_has_the_blocks_that_were_measured(
         steps.append(step)
         return Measured(16 << 20, 1 << 20, 2 << 20)
 
-    monkeypatch.setattr(wiring, "measure", measure)
+    monkeypatch.setattr(kv_blocks, "measure", measure)
     monkeypatch.setattr(wiring, "choose_gpu", lambda name: Gpu("Pretended", (9, 0), 16 << 20, 15 << 20))
     monkeypatch.setattr(wiring, "GRAPH_RESERVE", 1 << 20)
-    monkeypatch.setattr(wiring, "_load", lambda path, dtype, device, *rest: load_model(path, dtype, CPU))
+    monkeypatch.setattr(backend, "load", lambda path, dtype, device, *rest: load_model(path, dtype, CPU))
     settings = EngineSettings(
         *pair, backend="torch", gpu_memory_utilization=0.5, kv_cache_memory=asked, take_memory=True, depth="2"
     )
@@ -244,9 +245,9 @@ def test_a_step_too_large_for_the_gpu(pair: tuple[str, str], monkeypatch: pytest
     def measure(models: Sequence[Model], step: LargestStep) -> Measured:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(wiring, "measure", measure)
+    monkeypatch.setattr(kv_blocks, "measure", measure)
     monkeypatch.setattr(wiring, "choose_gpu", lambda name: H100)
-    monkeypatch.setattr(wiring, "_load", lambda path, dtype, device, *rest: load_model(path, dtype, CPU))
+    monkeypatch.setattr(backend, "load", lambda path, dtype, device, *rest: load_model(path, dtype, CPU))
     with pytest.raises(FailedPrecondition, match=r"too small for a step of max_num_batched_tokens = 2048 rows"):
         build_engine(EngineSettings(*pair))
 

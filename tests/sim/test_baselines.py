@@ -12,7 +12,7 @@ from paceline.core.method import Method
 
 
 def depths(policy: DepthPolicy, *request_ids: int, lowest: int = 0, highest: int = 20) -> list[int]:
-    offer = Offer(Method.DRAFT_MODEL, (0.5,) * highest)
+    offer = Offer(Method.DRAFT_MODEL, [0.5] * highest)
     candidates = [DepthCandidate(request_id, (offer,), lowest, highest) for request_id in request_ids]
     chosen = policy.choose(candidates, StepLoad(len(candidates), 0, len(candidates), 1000))
     return [choice.depth for choice in chosen]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -22,7 +21,7 @@ class Offer:
 
     __slots__ = ("catch_up", "method", "survivals")
 
-    def __init__(self, method: Method, survivals: Sequence[float], catch_up: int = 0) -> None:
+    def __init__(self, method: Method, survivals: list[float], catch_up: int = 0) -> None:
         self.method = method
         self.survivals = survivals
         self.catch_up = catch_up

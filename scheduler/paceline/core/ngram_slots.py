@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, offer_by
+from paceline.core.depth import NOTHING, Chosen, DepthCandidate, offer_by
 from paceline.core.method import DRAFT_MODEL, NGRAM
 from paceline.core.prices import Prices
-from paceline.core.slot_order import Run, best_count, best_depths
+from paceline.core.slot_order import Run, best_count, best_depths, worth
 
 
 class NgramProblem:
@@ -31,11 +31,14 @@ class NgramProblem:
         self.standing = standing
         self.prices = prices
         self.max_depth = max_depth
+        self._slot_prices: list[float] = []  # of 0, 1, ... slots beside the step without drafts of any of these
 
     def solve(self) -> list[Chosen]:
         matched = self._matched()
-        if not matched:
+        if not any(matched.values()):
             return self.standing
+        slots = sum([choice.depth for choice in self.standing]) + sum([len(gains) for gains in matched.values()])
+        self._slot_prices = self.prices.of_slots(self.prices.load.rows, slots)
         copying = self._copying(matched)
         if not any([self.standing[index].depth for index in matched]):
             return self._joined(copying)
@@ -43,45 +46,44 @@ class NgramProblem:
         best, value = self.standing, -math.inf if asked else self._value(self.standing)
         for some in [copying] + [matched] * (len(matched) > len(copying)):
             chosen = self._joined(some)
-            if chosen is not self.standing and (worth := self._value(chosen)) > value:
-                best, value = chosen, worth
+            if chosen is not self.standing and (its := self._value(chosen)) > value:
+                best, value = chosen, its
         return best
 
-    def _matched(self) -> dict[int, Offer]:
-        """Offers by n-grams, by index. Bounds are for the draft model to keep, where there is one."""
+    def _matched(self) -> dict[int, list[float]]:
+        """What n-grams offer, by index: the slots that may pay. Bounds are for the draft model to keep, where there is
+        one.
+        """
+        most = sum([candidate.reach(self.max_depth) for candidate in self.candidates])
+        least = self.prices.of_one_at_least(self.prices.load.rows, 2 * most)
         matched = {}
         for index, candidate in enumerate(self.candidates):
             offer = offer_by(NGRAM, candidate)
             if offer is not None and not (candidate.lowest and offer_by(DRAFT_MODEL, candidate)):
-                matched[index] = offer
+                survivals = offer.survivals[: candidate.reach(self.max_depth)]
+                matched[index] = survivals[: worth(survivals, least, candidate.lowest)]
         return matched
 
-    def _copying(self, matched: dict[int, Offer]) -> dict[int, Offer]:
+    def _copying(self, matched: dict[int, list[float]]) -> dict[int, list[float]]:
         """Those of whom nothing stands, or that alone gain more by n-grams."""
         copying = {}
-        alone: list[float] = []
-        for index, offer in matched.items():
+        for index, gains in matched.items():
             candidate, depth = self.candidates[index], self.standing[index].depth
             by_model = offer_by(DRAFT_MODEL, candidate)
             if by_model is not None and depth:
-                if len(alone) <= (deepest := max(candidate.reach(self.max_depth), depth)):
-                    alone = self.prices.of_slots(self.prices.load.rows, deepest)
                 drafting = self.prices.of_drafting(candidate, by_model, depth)
-                gain = max(0.0, sum(by_model.survivals[:depth]) - alone[depth] - drafting)
-                _, by_ngram = best_count(offer.survivals[: candidate.reach(self.max_depth)], alone)
+                gain = max(0.0, sum(by_model.survivals[:depth]) - self._slot_prices[depth] - drafting)
+                _, by_ngram = best_count(gains, self._slot_prices)
                 if by_ngram <= gain:
                     continue
-            copying[index] = offer
+            copying[index] = gains
         return copying
 
-    def _joined(self, copying: dict[int, Offer]) -> list[Chosen]:
+    def _joined(self, copying: dict[int, list[float]]) -> list[Chosen]:
         """The best if these copy; as it stood if that is not to draft at all."""
-        runs = []
-        for index, offer in copying.items():
-            candidate = self.candidates[index]
-            runs.append(Run(index, candidate.lowest, offer.survivals[: candidate.reach(self.max_depth)]))
-        rows, budget = self._beside(copying)
-        depths = best_depths(runs, budget, lambda count: self.prices.of_slots(rows, count))
+        runs = [Run(index, self.candidates[index].lowest, gains) for index, gains in copying.items()]
+        drafts, budget = self._beside(copying)
+        depths = best_depths(runs, budget, self._slot_prices[drafts:])
         if not any(depths.values()):
             return self.standing
         chosen = list(self.standing)
@@ -89,15 +91,15 @@ class NgramProblem:
             chosen[index] = Chosen(NGRAM, depth) if depth else NOTHING
         return chosen
 
-    def _beside(self, copying: dict[int, Offer]) -> tuple[int, int]:
-        """Rows of all others, their drafts included, and rows that are left."""
-        rows, budget = self.prices.load.rows, self.prices.load.budget
+    def _beside(self, copying: dict[int, list[float]]) -> tuple[int, int]:
+        """Drafts of all others, and rows that are left."""
+        drafts, budget = 0, self.prices.load.budget
         for index, choice in enumerate(self.standing):
             if choice.depth and index not in copying:
                 by_model = offer_by(DRAFT_MODEL, self.candidates[index])
-                rows += choice.depth
+                drafts += choice.depth
                 budget -= choice.depth + (by_model.catch_up if by_model else 0)
-        return rows, budget
+        return drafts, budget
 
     def _value(self, chosen: list[Chosen]) -> float:
         """Tokens that drafts bring beyond what they cost, verified and drafted."""
@@ -115,4 +117,4 @@ class NgramProblem:
                 drafting += [0] * (choice.depth - len(drafting))
                 for number in range(choice.depth):
                     drafting[number] += 1
-        return value - self.prices.of_rows(slots) - self.prices.of_passes(drafting)
+        return value - self._slot_prices[slots] - self.prices.of_passes(drafting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 ASKED: Final = 1e6  # rank of a slot that bounds ask for: before all others
@@ -19,7 +19,7 @@ class Run:
 
     __slots__ = ("asked", "gains", "index")
 
-    def __init__(self, index: int, asked: int, gains: Sequence[float]) -> None:
+    def __init__(self, index: int, asked: int, gains: list[float]) -> None:
         self.index = index
         self.asked = asked
         self.gains = gains
@@ -48,14 +48,27 @@ def rank_of(slot: Slot) -> float:
     return slot.rank
 
 
-def best_depths(runs: Sequence[Run], budget: int, prices: Callable[[int], list[float]]) -> dict[int, int]:
+def worth(gains: list[float], least: float, asked: int = 0) -> int:
+    """How many of a run's slots, from its front, may pay: behind them, each brings less than it costs at least.
+
+    Args:
+        least: that one costs, wherever it stands.
+        asked: slots that are taken whatever they bring.
+    """
+    count = len(gains)
+    while count > asked and gains[count - 1] < least:
+        count -= 1
+    return count
+
+
+def best_depths(runs: Sequence[Run], budget: int, prices: list[float]) -> dict[int, int]:
     """How many slots of each run are taken, from its front, by index: those that are asked for, and as many of the best
     behind them as gain the most, of `budget` at most.
 
     Every count is looked at, since the first drop says nothing where prices rise in stairs.
 
     Args:
-        prices: of 0, 1, ... slots, up to the number that it is given.
+        prices: of 0, 1, ... slots beside whatever there is: rising from the first, for all slots of the runs.
     """
     slots: list[Slot] = []
     for run in runs:
@@ -68,18 +81,18 @@ def best_depths(runs: Sequence[Run], budget: int, prices: Callable[[int], list[f
             slots.append(Slot(position - ASKED if is_asked else -worst, is_asked, run.index, gain))
     slots.sort(key=rank_of)
     slots = slots[: max(0, budget)]
-    count, _ = best_count([slot.gain for slot in slots], prices(len(slots)), sum([slot.is_asked for slot in slots]))
+    count, _ = best_count([slot.gain for slot in slots], prices, sum([slot.is_asked for slot in slots]))
     depths = {run.index: 0 for run in runs}
     for slot in slots[:count]:
         depths[slot.index] += 1
     return depths
 
 
-def best_count(gains: Sequence[float], prices: list[float], asked: int = 0) -> tuple[int, float]:
+def best_count(gains: list[float], prices: list[float], asked: int = 0) -> tuple[int, float]:
     """How many of these slots bring the most beyond their prices, of no fewer than are asked for; and what they bring.
 
     Args:
-        prices: of 0, 1, ... of them.
+        prices: of 0, 1, ... of them, or of more.
     """
     best, most, tokens = 0, -prices[0], 0.0
     for index, gain in enumerate(gains):

@@ -237,7 +237,7 @@ def _choose(policy: DepthPolicy, streams: Sequence[_Stream], estimator: Acceptan
     def candidate(stream: _Stream) -> DepthCandidate:
         highest = stream.highest
         if estimator is None:
-            survivals: Sequence[float] = stream.truth[:highest]
+            survivals = list(stream.truth[:highest])
         else:
             survivals = estimator.survivals(TENANT, stream.residual, highest)
         offer = Offer(Method.DRAFT_MODEL, survivals, stream.behind)

@@ -1,0 +1,105 @@
+"""What an operator chooses of an engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from paceline.core.config import PrefixScope
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
+from paceline.device import check_utilization
+from paceline.errors import InvalidArgument
+
+BACKENDS: Final = ("auto", "native", "torch", "triton")
+QUANTIZATIONS: Final = ("none", "int8")
+DTYPES: Final = ("auto", "float32", "bfloat16")
+SERVED_NAME: Final = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an operator chooses; None lets the model or the machine decide.
+
+    Attributes:
+        model: a Hugging Face directory, or "demo" for the embedded target.
+        draft: a directory, "demo" for the embedded draft, "ngram" or "none".
+        dtype: "auto", "float32" or "bfloat16".
+        device: "auto", "cpu" or "cuda"; auto is a GPU where torch finds one.
+        gpu_memory_utilization: share of a GPU's memory that weights, steps and KV may take together.
+        kv_cache_memory: bytes for target and draft KV together; None takes what is left of the share above, on a CPU
+            a quarter of what is free.
+        take_memory: all of it from the system at start, for which no step has to wait then.
+        depth: "auto", "off", or a number of drafts for every request.
+        min_depth: lowest depth of a request that does not ask for less.
+        max_depth: highest depth of any request; None takes MAX_DEPTH, or `depth` if that is higher. 0 is off.
+        tenants: what is granted to whom, by name.
+        default_tenant: what everybody else is granted; None refuses them.
+        backend: "auto", "native" (compiled here, CPUs only), "triton" (GPUs only) or "torch"; auto is native on a CPU
+            and triton on a GPU, where that can be.
+        quantization, draft_quantization: of the weights of target and draft, "none" or "int8".
+        threads: that compute; None takes torch's number.
+        reproducible: greedy and seeded output is the same, to the bit, whatever the batch, the chunks and the depth;
+            refuse to start where that cannot be had. The native backend always works so.
+        max_logprobs: alternatives that a request may ask for at each token.
+        prefix_cache: whose KV is kept and found again: "tenant" (of the same tenant), "shared" (of everybody) or "off".
+        watermark, long_prefill_threshold, max_step_seconds, max_slowdown, max_queued: as in `SchedulerConfig`.
+        served_model_name: what clients call the model; None takes the name of its directory, or ORG/NAME of one in the
+            hub's cache.
+    """
+
+    model: str = "demo"
+    draft: str = "none"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    device: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int | None = None
+    take_memory: bool = False
+    block_size: int = 16
+    seed: int = 0
+    depth: str = "auto"
+    min_depth: int = 0
+    max_depth: int | None = None
+    tenants: Mapping[str, TenantPolicy] = field(default_factory=dict, hash=False)
+    default_tenant: TenantPolicy | None = ONE_SHARE
+    backend: str = "auto"
+    quantization: str = "none"
+    draft_quantization: str = "none"
+    threads: int | None = None
+    reproducible: bool = False
+    max_logprobs: int = 20
+    prefix_cache: str = PrefixScope.TENANT
+    watermark: float = 0.01
+    long_prefill_threshold: int | None = None
+    max_step_seconds: float | None = None
+    max_slowdown: float = 1.1
+    max_queued: int = 4096
+    served_model_name: str | None = None
+
+    def check(self) -> None:
+        """Raise InvalidArgument for a value that no machine and no model allows."""
+        if self.seed < 0:
+            raise InvalidArgument("seed", self.seed, "an integer >= 0")
+        if self.max_logprobs < 0:
+            raise InvalidArgument("max_logprobs", self.max_logprobs, "an integer >= 0")
+        if self.prefix_cache not in list(PrefixScope):
+            raise InvalidArgument("prefix_cache", self.prefix_cache, ", ".join(PrefixScope))
+        if self.dtype not in DTYPES:
+            raise InvalidArgument("dtype", self.dtype, "auto, float32 or bfloat16")
+        if self.served_model_name is not None and not SERVED_NAME.fullmatch(self.served_model_name):
+            allowed = "1 to 128 printable ASCII characters without blanks"
+            raise InvalidArgument("served_model_name", self.served_model_name, allowed)
+        check_utilization(self.gpu_memory_utilization)
+        if self.block_size < 1:
+            raise InvalidArgument("block_size", self.block_size, "an integer >= 1")
+        if self.threads is not None and self.threads < 1:
+            raise InvalidArgument("threads", self.threads, "an integer >= 1")
+        if self.backend not in BACKENDS:
+            raise InvalidArgument("backend", self.backend, ", ".join(BACKENDS))
+        for option in ("quantization", "draft_quantization"):
+            if getattr(self, option) not in QUANTIZATIONS:
+                raise InvalidArgument(option, getattr(self, option), " or ".join(QUANTIZATIONS))
