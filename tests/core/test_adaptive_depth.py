@@ -1011,7 +1011,7 @@ def test_one_of_the_deepest_tries_one_more_now_and_then() -> None:
 def test_bounds_hold_for_probes() -> None:
     policy = adaptive()
     for without in range(600):
-        assert choose(policy, DepthCandidate(0, (Offer(MODEL, (0.01,)),), 0, 0, without)) == [0]
+        assert choose(policy, DepthCandidate(0, (Offer(MODEL, [0.01]),), 0, 0, without)) == [0]
     assert choose(adaptive(), candidate(0.01, without=10**6), budget=0) == [0]
 
 
