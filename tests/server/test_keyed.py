@@ -65,3 +65,15 @@ async def test_one_that_fails_before_it_has_begun(ready: Ready) -> None:
     keyed.wake()
     assert collect(ready) == ([7], [7])
     assert collect(ready) == ([], [])
+
+
+async def test_nothing_follows_a_last_word(ready: Ready) -> None:
+    """The engine may come upon the stream once more before it is closed: its key may be another's by then."""
+    keyed, stream = generation(7, ready)
+    keyed.error = Cancelled("the client has cancelled the generation")
+    keyed.wake()
+    assert collect(ready) == ([7], [7])
+    stream.put(Delta("a", (1,), 0))
+    keyed.wake()
+    assert keyed.is_over
+    assert collect(ready) == ([], [])

@@ -26,9 +26,10 @@ class Keyed(Reader):
         error: its last word, if it failed.
         ended: with the error that the stream ended with, if it did.
         is_ready: it has something to tell, and waits in `Ready` for its turn.
+        is_over: its last word has been collected. A stream may still wake it, as one does that is closed.
     """
 
-    __slots__ = ("_ready", "delivery", "ended", "error", "is_ready", "key", "task")
+    __slots__ = ("_ready", "delivery", "ended", "error", "is_over", "is_ready", "key", "task")
 
     def __init__(self, key: int, ready: Ready) -> None:
         self.key = key
@@ -37,11 +38,12 @@ class Keyed(Reader):
         self.error: PacelineError | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_ready = False
+        self.is_over = False
         self._ready = ready
 
     def wake(self) -> None:
         """It has something to tell: a delta, or an error."""
-        if not self.is_ready:
+        if not (self.is_ready or self.is_over):
             self.is_ready = True
             self._ready.add(self)
 
@@ -77,6 +79,7 @@ class Ready:
                 break
             keyed.is_ready = False
             if batch.add(keyed):
+                keyed.is_over = True
                 ended.append(keyed)
         return ended
 
