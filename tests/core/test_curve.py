@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,11 +34,3 @@ def test_a_span_is_the_curve_at_each_count(heights: list[float], first: int, cou
 def test_without_buckets_it_is_zero() -> None:
     assert Curve([], []).span(0, 3) == [0.0] * 4
     assert Curve([], [], at_zero=0.0).at(7) == 0.0
-
-
-@given(HEIGHTS, st.integers(0, 70), st.integers(0, 70))
-def test_the_least_rise_is_that_of_some_step(heights: list[float], first: int, count: int) -> None:
-    curve = Curve([3 * index + 2 for index in range(len(heights))], heights)
-    values = curve.span(first, max(count, 1))
-    rises = [after - before for before, after in itertools.pairwise(values)]
-    assert curve.least_rise(first, count) == pytest.approx(min(rises), abs=1e-9)

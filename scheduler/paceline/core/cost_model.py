@@ -185,10 +185,6 @@ class CostModel:
         same = self._first_bucket + self._per_context * context + self._per_sequence * sequences
         return [same + more for more in self._more.span(rows, count)]
 
-    def least_rise(self, rows: int, count: int) -> float:
-        """The least by which one row more makes a step longer, anywhere from `rows` to `rows + count`."""
-        return self._more.least_rise(rows, count)
-
     def draft_passes(self, count: int) -> list[float]:
         """Seconds of one draft pass over 0, 1, ... `count` sequences, [count + 1]; none cost nothing."""
         return self._pass.span(0, count)

@@ -46,18 +46,6 @@ class Curve:
             values[0] = self._at_zero
         return values
 
-    def least_rise(self, first: int, count: int) -> float:
-        """The least that one more adds anywhere from `first` to `first + count`; `at_zero` apart."""
-        buckets, last, end = self._buckets, self._last, first + count
-        bucket = bisect_right(buckets, first) - 1
-        if bucket < 0:
-            return 0.0
-        least = self._slopes[bucket]
-        while bucket < last and buckets[bucket + 1] < end:
-            bucket += 1
-            least = min(least, self._slopes[bucket])
-        return least
-
     def _between(self, bucket: int, count: int) -> float:
         """Behind the bucket of that index, or before the first one."""
         if bucket < 0:

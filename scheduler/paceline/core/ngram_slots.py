@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, offer_by
 from paceline.core.method import DRAFT_MODEL, NGRAM
 from paceline.core.prices import Prices
-from paceline.core.slot_order import Run, best_count, best_depths, worth
+from paceline.core.slot_order import Run, best_count, best_depths
 
 
 class NgramProblem:
@@ -35,7 +35,7 @@ class NgramProblem:
 
     def solve(self) -> list[Chosen]:
         matched = self._matched()
-        if not any(matched.values()):
+        if not matched:
             return self.standing
         slots = sum([choice.depth for choice in self.standing]) + sum([len(gains) for gains in matched.values()])
         self._slot_prices = self.prices.of_slots(self.prices.load.rows, slots)
@@ -46,22 +46,17 @@ class NgramProblem:
         best, value = self.standing, -math.inf if asked else self._value(self.standing)
         for some in [copying] + [matched] * (len(matched) > len(copying)):
             chosen = self._joined(some)
-            if chosen is not self.standing and (its := self._value(chosen)) > value:
-                best, value = chosen, its
+            if chosen is not self.standing and (worth := self._value(chosen)) > value:
+                best, value = chosen, worth
         return best
 
     def _matched(self) -> dict[int, list[float]]:
-        """What n-grams offer, by index: the slots that may pay. Bounds are for the draft model to keep, where there is
-        one.
-        """
-        most = sum([candidate.reach(self.max_depth) for candidate in self.candidates])
-        least = self.prices.of_one_at_least(self.prices.load.rows, 2 * most)
+        """What n-grams offer, by index. Bounds are for the draft model to keep, where there is one."""
         matched = {}
         for index, candidate in enumerate(self.candidates):
             offer = offer_by(NGRAM, candidate)
             if offer is not None and not (candidate.lowest and offer_by(DRAFT_MODEL, candidate)):
-                survivals = offer.survivals[: candidate.reach(self.max_depth)]
-                matched[index] = survivals[: worth(survivals, least, candidate.lowest)]
+                matched[index] = offer.survivals[: candidate.reach(self.max_depth)]
         return matched
 
     def _copying(self, matched: dict[int, list[float]]) -> dict[int, list[float]]:

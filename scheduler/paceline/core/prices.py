@@ -34,10 +34,6 @@ class Prices:
         first = targets[0]
         return [self.second * (s - first) + self.slot_price * index for index, s in enumerate(targets)]
 
-    def of_one_at_least(self, rows: int, count: int) -> float:
-        """What each of `count` slots costs beside so many rows, wherever it stands. Whatever brings less never pays."""
-        return self.second * self.costs.least_rise(rows, count) + self.slot_price
-
     def of_drafting(self, candidate: DepthCandidate, offer: Offer, depth: int) -> float:
         """What the draft model adds for so many drafts of one request, what it has to read before included."""
         last = len(self.passes) - 1

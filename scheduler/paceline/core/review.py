@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.core.depth import Chosen, DepthCandidate, Offer, within_bounds
 from paceline.core.prices import Prices
-from paceline.core.slot_order import Run, best_depths, worth
+from paceline.core.slot_order import Run, best_depths
 
 
 def review(
@@ -28,13 +28,11 @@ def review(
         rows: of the step without the drafts of any of these.
     """
     last = len(prices.passes) - 1
-    least = prices.of_one_at_least(rows, sum([candidate.reach(max_depth) for candidate in candidates]))
     runs = []
     for index, (candidate, offer) in enumerate(zip(candidates, offers)):
         survivals = offer.survivals[: candidate.reach(max_depth)]
         gains = [survival - prices.passes[min(position, last)] for position, survival in enumerate(survivals)]
-        asked = max(candidate.lowest, int(not candidate.steps_without_model))
-        runs.append(Run(index, asked, gains[: worth(gains, least, asked)]))
+        runs.append(Run(index, max(candidate.lowest, int(not candidate.steps_without_model)), gains))
     depths = best_depths(runs, budget, prices.of_slots(rows, sum([len(run.gains) for run in runs])))
     return [
         within_bounds(candidate, offer, depths[index])

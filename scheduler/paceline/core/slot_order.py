@@ -48,19 +48,6 @@ def rank_of(slot: Slot) -> float:
     return slot.rank
 
 
-def worth(gains: list[float], least: float, asked: int = 0) -> int:
-    """How many of a run's slots, from its front, may pay: behind them, each brings less than it costs at least.
-
-    Args:
-        least: that one costs, wherever it stands.
-        asked: slots that are taken whatever they bring.
-    """
-    count = len(gains)
-    while count > asked and gains[count - 1] < least:
-        count -= 1
-    return count
-
-
 def best_depths(runs: Sequence[Run], budget: int, prices: list[float]) -> dict[int, int]:
     """How many slots of each run are taken, from its front, by index: those that are asked for, and as many of the best
     behind them as gain the most, of `budget` at most.

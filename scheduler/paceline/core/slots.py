@@ -8,7 +8,7 @@ from typing import Final
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, StepLoad, offer_by
 from paceline.core.method import DRAFT_MODEL
-from paceline.core.slot_order import ASKED, Slot, rank_of, worth
+from paceline.core.slot_order import ASKED, Slot, rank_of
 
 CATCH_UP_HORIZON: Final = 64  # steps over which a request that drafts again pays for what its draft model missed
 
@@ -65,9 +65,6 @@ class SlotProblem:
         self.second = second
         self.slot_price = slot_price
         runs = self.runs = _runs(candidates, load.budget, costs, max_depth)
-        least = second * costs.least_rise(load.rows, sum([len(run.survivals) for run in runs])) + slot_price
-        for run in runs:  # what cannot pay is not looked at
-            run.survivals = run.survivals[: worth(run.survivals, least, max(1, run.asked))]
         num_slots = sum([len(run.survivals) for run in runs])
         self.more = max(1, len(runs))  # slots, behind all of these, whose cost is looked at
         self.targets = costs.targets(load.rows, num_slots + self.more, load.context, load.sampling)
