@@ -20,7 +20,7 @@ class Step:
     """One finished step.
 
     Attributes:
-        at: when it was, by `time.perf_counter`.
+        at: when its outputs were there, by `time.perf_counter`.
     """
 
     at: float
@@ -30,7 +30,7 @@ class Step:
 
 
 def drive(engine: Engine) -> Iterator[Step]:
-    """Step until no request is live. To be exhausted: a step may be under way between two results."""
+    """Step until no request is live; no tenant is limited. To be exhausted: a step may be under way meanwhile."""
     steps = StepLoop(engine)
     while (done := steps.step()) is not None:
         yield Step(time.perf_counter(), done.plan, done.result.times, done.outputs)

@@ -214,7 +214,7 @@ class LLM:
             # Nothing is left, unless somebody raised.
             for request_id in index_of:
                 self.engine.abort(request_id)
-            steps.drain()
+            steps.drain()  # one that was launched ahead brings nobody anything
         return [_completion(parts) for parts in outputs]
 
 

@@ -14,7 +14,7 @@ from paceline.errors import InvalidArgument
 
 BACKENDS: Final = ("auto", "native", "torch", "triton")
 QUANTIZATIONS: Final = ("none", "int8")
-DTYPES: Final = ("auto", "float32", "bfloat16")
+DTYPE_NAMES: Final = ("auto", "float32", "bfloat16")
 SERVED_NAME: Final = re.compile(r"[!-~]{1,128}")
 
 
@@ -88,7 +88,7 @@ class EngineSettings:
             raise InvalidArgument("max_logprobs", self.max_logprobs, "an integer >= 0")
         if self.prefix_cache not in list(PrefixScope):
             raise InvalidArgument("prefix_cache", self.prefix_cache, ", ".join(PrefixScope))
-        if self.dtype not in DTYPES:
+        if self.dtype not in DTYPE_NAMES:
             raise InvalidArgument("dtype", self.dtype, "auto, float32 or bfloat16")
         if self.served_model_name is not None and not SERVED_NAME.fullmatch(self.served_model_name):
             allowed = "1 to 128 printable ASCII characters without blanks"

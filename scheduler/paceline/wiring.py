@@ -213,7 +213,7 @@ def _measured_blocks(
     settings: EngineSettings, choices: _Choices, config: SchedulerConfig, models: Sequence[Model], gpu: Gpu
 ) -> int:
     reserve = GRAPH_RESERVE
-    if choices.backend == "triton":
+    if choices.backend == "triton" and choices.draft_path is not None:
         reserve += drawn_bytes(config.max_num_seqs, config.max_depth, choices.config.vocab_size)
     return kv_blocks.measure_num_blocks(settings, config, models, choices.bytes_per_block, gpu, reserve)
 
@@ -234,9 +234,8 @@ def _runner(
 
     target, *drafts = models
     ngram = Ngram()
-    drafters: dict[Method, Drafter] = {} if choices.max_depth == 0 else {Method.NGRAM: ngram}
-    for draft in drafts:
-        drafters[Method.DRAFT_MODEL] = DraftModel(draft, kv_cache(draft), settings.seed)
+    by_model = [DraftModel(draft, kv_cache(draft), settings.seed) for draft in drafts]
+    drafters: dict[Method, Drafter] = dict(zip(choices.methods, [ngram, *by_model], strict=False))
     runner = ModelRunner(target, kv_cache(target), drafters, settings.seed, scorer=ngram)
     return _on_device(runner, config, settings.seed) if choices.backend == "triton" else runner
 

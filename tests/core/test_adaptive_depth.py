@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from paceline.core.adaptive_depth import DWELL, DWELL_SECONDS, LEAST_SHARE, MOST_DWELL, AdaptiveDepth
+from paceline.core.adaptive_depth import DWELL, LEAST_SHARE, AdaptiveDepth
 from paceline.core.cost_model import CostModel, StepKind, StepShape
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, Outcome, StepLoad
 from paceline.core.depth_choices import choose_depths
@@ -918,20 +918,6 @@ def test_probes_take_no_more_than_their_share(count: int) -> None:
     credit = max(LEAST_CREDIT, PROBE_CREDIT / count)
     assert 0.0 < spent <= (PROBE_SHARE * steps + credit) * plain * (1 + 1e-9)
     assert PROBE_SHARE <= 0.02
-
-
-@pytest.mark.parametrize(("seconds", "dwell"), [(1.0, 7), (DWELL_SECONDS / 10, 11), (1e-4, MOST_DWELL)])
-def test_short_steps_are_no_reason_to_decide_more_often(seconds: float, dwell: int) -> None:
-    """In time it is more often still."""
-    policy = adaptive(costs_by(lambda rows: seconds, lambda count: 0.0))
-    one = candidate(0.01, highest=1)
-    load, stood = load_of([one]), []
-    for _ in range(4 * MOST_DWELL):
-        stood.append(policy.standing(load) is not None)
-        if not stood[-1]:
-            policy.choose([one], load)
-    decided = [step for step, stands in enumerate(stood) if not stands]
-    assert {after - before for before, after in itertools.pairwise(decided)} == {dwell}
 
 
 def test_a_probe_that_pays_makes_the_request_draft() -> None:

@@ -144,7 +144,7 @@ def gives_way(harness: Harness, name: str) -> bool:
     missing = len(harness.scheduler.waiting) + 1 - most
     own = (len(tenants[name].queue) + 1) / tenants[name].policy.weight
     longest = max(tenants.waiting, key=lambda one: len(one.queue) / one.policy.weight)
-    fresh = [request for request in longest.queue if not request.num_preemptions]
+    fresh = [request for request in longest.queue if not request.has_begun]
     left = (len(longest.queue) - missing) / longest.policy.weight
     return longest.name != name and left >= own and len(fresh) >= missing
 

@@ -93,6 +93,40 @@ def test_idle_time_is_no_credit() -> None:
     assert shop.service("early") - before == pytest.approx(50, abs=10)
 
 
+def test_a_limit_that_is_lifted_leaves_no_claim() -> None:
+    """What its old policy kept from a tenant is not made up for at the cost of others."""
+    held = TenantPolicy(max_running=1)
+    shop = Shop({"batch": held}, max_num_seqs=4, num_blocks=256, min_run_seconds=1.0, max_queued=1000)
+    for _ in range(300):
+        shop.add_for("batch", max_tokens=20)
+        shop.add_for("chat", max_tokens=20)
+    for _ in range(200):
+        shop.step()
+    shop.scheduler.tenants.set_policies({}, ONE_SHARE)
+    for _ in range(4):
+        before = shop.service("chat")
+        for _ in range(20):
+            shop.step()
+        assert shop.service("chat") - before == pytest.approx(10, abs=4)
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    """All that may give way hold too few blocks for who is owed more: they run on."""
+    shop = Shop(max_num_seqs=16, num_blocks=80, min_run_seconds=1.0, max_num_batched_tokens=256)
+    small = [shop.add_for("a", max_tokens=44) for _ in range(2)]
+    for _ in range(10):
+        shop.step()
+    shop.scheduler.tenants["a"].service += 100.0
+    large = shop.add_for("b", prompt=150, max_tokens=50)
+    shop.step()
+    late = shop.add_for("b", prompt=190, max_tokens=2)
+    while large.status is not RequestStatus.FINISHED:
+        shop.step()
+        assert not late.output_token_ids
+    assert [request.num_preemptions for request in small] == [0, 0]
+    shop.drain()
+
+
 def test_a_flood_delays_others_by_no_more_than_it_is_ahead() -> None:
     shop = Shop(max_num_seqs=1)
     for _ in range(100):
@@ -235,13 +269,30 @@ def test_a_request_that_has_run_gives_way_to_nobody() -> None:
     shop = Shop(max_queued=4)
     flood = [shop.add_for("a") for _ in range(4)]
     for request in flood[1:]:
-        request.num_preemptions = 1
+        request.has_begun = True
     shop.add_for("b")
     with pytest.raises(Unavailable):
         shop.add_for("b")
     shop.step()
     assert list(shop.refused) == [flood[0].request_id]
     shop.drain()
+
+
+def test_a_choice_gives_way_to_nobody_once_another_one_has_run() -> None:
+    """Somebody reads the stream that they share."""
+    shop = Shop(max_queued=3, max_num_seqs=1)
+    prompt = (1, 2, 3, 4)
+    first = shop.add(prompt, 20, tenant="a")
+    for _ in range(2):
+        shop.add(prompt, 20, tenant="a", sibling=first)
+    for _ in range(3):
+        shop.step()
+    assert first.output_token_ids
+    shop.add_for("b")
+    with pytest.raises(Unavailable):
+        shop.add_for("b")
+    shop.drain()
+    assert not shop.refused
 
 
 def test_when_to_come_again_follows_the_rate_of_endings() -> None:

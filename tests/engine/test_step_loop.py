@@ -100,6 +100,19 @@ def test_a_step_that_fails_is_the_end(launches: bool) -> None:
         engine.add(make_request())
 
 
+def test_a_step_that_fails_while_it_is_drained_is_the_end_too() -> None:
+    engine = make_engine(wrap=lambda runner: LaunchingRunner(FailingRunner(runner, 2)))
+    request_id = engine.add(make_request(max_tokens=100))
+    steps = StepLoop(engine)
+    for _ in range(2):
+        steps.step()
+    engine.abort(request_id)
+    with pytest.raises(RuntimeError, match="secret of the house"):
+        steps.drain()
+    with pytest.raises(EngineDead):
+        engine.add(make_request())
+
+
 @launches
 def test_it_waits_for_tenants_tokens_and_tells_of_who_is_refused(launches: bool) -> None:
     engine = metered(1e-3)

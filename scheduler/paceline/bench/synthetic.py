@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine import Engine
-from paceline.errors import InvalidArgument
+from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.runner import ModelRunner
 from paceline.runner.verification import Run, Verdict, Verifier
 
@@ -53,5 +53,8 @@ def parse_rates(text: str) -> list[float]:
 def decree(engine: Engine, rates: Sequence[float]) -> None:
     """From now on the engine keeps drafts with these probabilities, requests in turn; its text means nothing."""
     runner = engine.runner
-    assert isinstance(runner, ModelRunner), runner
+    if not isinstance(runner, ModelRunner):
+        raise FailedPrecondition(
+            "drafts that are kept by decree are judged on the host: device = cpu or backend = torch has them"
+        )
     runner.verifier = SyntheticVerifier(lambda request_id, _: rates[request_id % len(rates)], 0, runner.model.device)

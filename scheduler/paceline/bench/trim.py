@@ -16,6 +16,7 @@ from paceline.core.depth_policy import DepthPolicy
 from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence as Mirror
 from paceline.engine import Engine
+from paceline.errors import FailedPrecondition
 from paceline.runner import Draft, Drafter, ModelRunner
 
 NAME = "draft-full-then-trim"
@@ -80,7 +81,10 @@ def without_drafting(costs: CostModel) -> CostModel:
 def trimming(engine: Engine, policy: FullDepth) -> Iterator[None]:
     """Meanwhile every drafter's proposals are cut as the policy says."""
     runner = engine.runner
-    assert isinstance(runner, ModelRunner), runner
+    if not isinstance(runner, ModelRunner):
+        raise FailedPrecondition(
+            "drafts that are trimmed are judged on the host: device = cpu or backend = torch has them"
+        )
     own = runner.drafters
     runner.drafters = {method: TrimmedDrafter(drafter, policy.kept) for method, drafter in own.items()}
     try:

@@ -32,12 +32,9 @@ from paceline.core.review import review
 from paceline.core.slots import BestSlots, SlotProblem
 
 MAX_DEPTH: Final = 8  # of any request, unless the operator fixes a higher depth for all
-# Steps between two decisions: as many as take DWELL_SECONDS, within these bounds, since short steps are no reason to
-# decide more often. Streams that begin together come to new blocks of KV together, and then a step takes long; with no
-# common factor, decisions meet such steps as often as others do, so that dwells are odd.
+# Steps between two decisions. Streams that begin together come to new blocks of KV together, and then a step takes
+# long; with no common factor, decisions meet such steps as often as others do.
 DWELL: Final = 7
-MOST_DWELL: Final = 27
-DWELL_SECONDS: Final = 0.04
 PRICE_CHANGE: Final = 0.1  # tokens; of what a slot costs, since a decision, which calls for another
 HYSTERESIS: Final = 0.03  # of a step's worth, which a change of depth must bring
 EARNINGS_DECAY: Final = 0.5 ** (1 / 16)  # per step
@@ -56,9 +53,9 @@ class AdaptiveDepth:
     nearly what they would with no draft but those that bounds ask for, if that is more: the time of prompts is so much
     for each token to come, whatever the depth, and makes no other second cheaper.
 
-    A `DepthPolicy`. What the draft model does is decided as if there were no n-grams, and stands for `DWELL` steps, or
-    more if they are short, unless the load changes; who drafted is reviewed after every step. N-grams are looked at in
-    every step: what they have to propose, and how good that is, nobody knows before.
+    A `DepthPolicy`. What the draft model does is decided as if there were no n-grams, and stands for `DWELL` steps
+    unless the load changes; who drafted is reviewed after every step. N-grams are looked at in every step: what they
+    have to propose, and how good that is, nobody knows before.
     The number of passes changes once what was missed by keeping it adds up to `HYSTERESIS`. Requests whose draft model
     is idle and that do not copy when a decision is due, and one position more than anyone drafts, are probed now and
     then, for at most `PROBE_SHARE` of the time. That also pays for what requests lose that go on, not quite worth a
@@ -77,7 +74,6 @@ class AdaptiveDepth:
         self._least_factor = LEAST_SHARE  # of earned over spent, as of the last decision
         self._num_steps = 0
         self._decided_at: int | None = None
-        self._dwell = DWELL  # steps for which that decision stands
         self._decided_for = (StepLoad(0, 0, 0, 0), 0.0)  # with the price of a slot
         self._num_passes = 0
         self._depth = 0  # the deepest by the draft model, as of the last decision
@@ -88,7 +84,7 @@ class AdaptiveDepth:
         self._chosen: dict[int, Chosen] = {}  # by request, since the last decision, by the draft model
         self._reviewed: set[int] = set()  # requests that have drafted since, for which nothing stands
         self._bound: set[int] = set()  # requests whose bounds leave no choice
-        self._probes = Probes(max_depth)
+        self._probes = Probes(max_depth, DWELL)
 
     def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> dict[int, Chosen] | None:
         self._num_steps += 1
@@ -147,14 +143,13 @@ class AdaptiveDepth:
         chosen = NgramProblem(candidates, by_model, self._prices(load, slot_price), self.max_depth).solve()
         step = PricedStep(candidates, chosen, load, self.costs)
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
-        self._dwell = min(max(DWELL, int(DWELL_SECONDS / step.seconds)), MOST_DWELL) | 1
         self.decision = Decision(deepest, step.slots, second)
         if before is None:
             self._probes.begin(step)
         passed, slot_seconds = 1 if before is None else self._num_steps - before, slot_price / second
         self._probes.save(step, passed)
         # First, so that what only goes on counts as drafts whose price is to be checked.
-        for index in self._probes.go_on(step, by_model, slot_seconds, second, self._dwell):
+        for index in self._probes.go_on(step, by_model, slot_seconds, second):
             self._chosen[candidates[index].request_id] = step.chosen[index]
         if step.slots > 0 and self._probes.takes_plain_step(step, passed, self._num_steps):
             return [NOTHING] * len(candidates)
@@ -226,7 +221,7 @@ class AdaptiveDepth:
         before, price_before = self._decided_for
         return (
             self._decided_at is None
-            or self._num_steps - self._decided_at >= self._dwell
+            or self._num_steps - self._decided_at >= DWELL
             or 8 * abs(load.sampling - before.sampling) > before.sampling
             or abs(slot_price - price_before) > PRICE_CHANGE
             or (load.rows != before.rows and abs(self._row_price(load) - self._row_price(before)) > PRICE_CHANGE)

@@ -41,8 +41,8 @@ class RequestQueue:
             heapq.heappop(self._heap)
 
     def newest(self, count: int) -> list[Request]:
-        """Of those that have never run, so many that came last, or all."""
-        fresh = [request for request in self._requests.values() if not request.num_preemptions]
+        """Of those of whose request nothing has ever run, so many that came last, or all."""
+        fresh = [request for request in self._requests.values() if not request.has_begun]
         return heapq.nlargest(count, fresh, key=lambda request: (request.arrival, request.request_id))
 
     def remove(self, request: Request) -> bool:

@@ -63,6 +63,7 @@ class Request:
         pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan
             outstanding).
         siblings: the live completions of the same prompt, itself included, which share the prompt's KV.
+        has_begun: one of the completions of its prompt has run: somebody may be reading the stream that they share.
         companion: what somebody keeps beside it, and finds again by it. The core never looks at it.
     """
 
@@ -122,6 +123,7 @@ class Request:
         self.admitted_at = -math.inf
         self.charged_seconds = 0.0
         self.first_scheduled: float | None = None
+        self.has_begun = False
         self.first_token: float | None = None
         self.companion: object = None
 

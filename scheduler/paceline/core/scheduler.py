@@ -55,6 +55,7 @@ from paceline.errors import (
 )
 
 NOBODY: Final[frozenset[str]] = frozenset()
+SHORTEST_RUN: Final = 1e-9  # seconds: who was let in by this very step gives way to nobody
 MAX_OUTSTANDING: Final = 2  # the plan that runs and the one made meanwhile
 
 
@@ -520,13 +521,16 @@ class Scheduler:
             if not self._within_blocks(tenant, request):
                 held_up.add(tenant)
                 continue
-            while not self._has_room(missing + self.kv.num_free_among(known)):
-                victim = self._over_served(tenant, now)
-                if victim is None:
+            if not self._has_room(missing + self.kv.num_free_among(known)):
+                victims = self._over_served(tenant, now)
+                if not self._make_way(victims, missing, known):
                     return
-                self._preempt(victim)
-                step.drop(victim)
-                held_up.add(self.tenants[victim.tenant])
+                for victim in victims:
+                    self._preempt(victim)
+                    step.drop(victim)
+                    held_up.add(self.tenants[victim.tenant])
+                    if self._has_room(missing + self.kv.num_free_among(known)):
+                        break
             self._admit(request, known, num_drafted, step, now)
 
     def _may_start(self, tenant: Tenant, now: float) -> bool:
@@ -554,20 +558,34 @@ class Scheduler:
         most = max(self.tenants[request.tenant].service for request in self.running.values())
         return next(r for r in reversed(self.running.values()) if self.tenants[r.tenant].service == most)
 
-    def _over_served(self, tenant: Tenant, now: float) -> Request | None:
-        """Who gives way to a tenant that is below its share: the newest request of the most over-served one, if the two
-        are far apart and it has run for a while. None if nobody has to.
+    def _over_served(self, tenant: Tenant, now: float) -> list[Request]:
+        """Who may have to give way to a tenant that is below its share, in this order: requests of tenants that are far
+        ahead of it, the farthest and the newest first, if they have run for a while.
         """
         least = tenant.service + self.config.min_run_seconds
         ahead = {other.name: other.service for other in self.tenants if other.num_running and other.service > least}
         if not ahead:
-            return None
-        most = max(ahead.values())
-        for request in reversed(self.running.values()):
-            ran = now - request.admitted_at
-            if ahead.get(request.tenant) == most and ran >= self.config.min_run_seconds and ran > 0.0:
-                return request
-        return None
+            return []
+        ran = [
+            request
+            for request in reversed(self.running.values())
+            if request.tenant in ahead and now - request.admitted_at >= max(self.config.min_run_seconds, SHORTEST_RUN)
+        ]
+        return sorted(ran, key=lambda request: -ahead[request.tenant])
+
+    def _make_way(self, victims: list[Request], missing: int, known: Sequence[int]) -> bool:
+        """All of them together leave a place, and blocks for a request that misses so many besides those known: nobody
+        is preempted in vain.
+        """
+        left = len(self.running) - len(victims)
+        if left >= self.config.max_num_seqs:
+            return False
+        going = {request.request_id for request in victims}
+        held = {block for one in going for block in self.kv.table(one)}
+        held.difference_update(*[self.kv.table(one) for one in self.running if one not in going])
+        kept = left + (int(self.config.watermark * self.config.num_blocks) if left else 0)
+        needed = missing + self.kv.num_free_among(known) + len(held.intersection(known))
+        return needed <= self.kv.num_free_blocks + len(held) - kept
 
     def _admit(self, request: Request, known: Sequence[int], num_drafted: int, step: StepBuilder, now: float) -> None:
         """Let a request run that has a place."""
@@ -583,6 +601,8 @@ class Scheduler:
             self._paced[request.request_id] = request.scheduling.time_per_output_token
         if request.first_scheduled is None:
             request.first_scheduled = now
+            for sibling in request.siblings.values():
+                sibling.has_begun = True
             request.num_cached_tokens = request.num_computed_tokens
             self.tenants[request.tenant].spend(request.num_to_compute)
         step.admitted.append(

@@ -162,6 +162,10 @@ class Tenants:
         tenant.queue.push(request)
         self.num_waiting += 1
 
+    def _least_service(self, tenant: Tenant) -> float:
+        """The lowest counter of all others that have requests; 0 without any."""
+        return min([one.service for one in self._tenants.values() if one.is_live and one is not tenant], default=0.0)
+
     def remove(self, request: Request) -> None:
         """Take a request out of its queue. Not in there: no effect."""
         tenant = self._tenants[request.tenant]
@@ -220,10 +224,15 @@ class Tenants:
         return [request for tenant in self._waiting.values() for request in tenant.queue]
 
     def set_policies(self, policies: Mapping[str, TenantPolicy], default: TenantPolicy | None) -> None:
-        """Put other policies in place, for what comes from now on; accounts stay."""
+        """Put other policies in place, for what comes from now on. Accounts stay, but a tenant whose policy changes has
+        no claim to what the old one kept from it.
+        """
         self.policies, self.default = policies, default
         for tenant in self._tenants.values():
-            tenant.grant(policies.get(tenant.name) or default or tenant.policy)
+            policy = policies.get(tenant.name) or default or tenant.policy
+            if policy != tenant.policy:
+                tenant.service = max(tenant.service, self._least_service(tenant))
+            tenant.grant(policy)
 
     def _forget_idle(self) -> None:
         """Drop accounts without requests. Whose counter is above the level keeps it, lest it be forgiven, if there is

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline.core.plan import Done, Pending, StepPlan, StepResult
@@ -40,7 +41,7 @@ class StepLoop:
 
         Once it has raised, whatever it was, the engine is dead.
         """
-        try:
+        with self._fatal():
             while self._engine.has_work:
                 plan = self._engine.plan()
                 if plan is None:
@@ -52,14 +53,21 @@ class StepLoop:
                 return self._finish()
             self._engine.wait_for_turns()
             return None
+
+    def drain(self) -> list[Finished]:
+        """Finish what is under way, and plan nothing. What it raises is the end, too."""
+        with self._fatal():
+            return [self._finish() for _ in range(len(self._under_way))]
+
+    @contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """Whatever is raised within leaves plans that nobody can finish any more."""
+        try:
+            yield
         except BaseException:
             self._engine.fail()
             self._under_way.clear()
             raise
-
-    def drain(self) -> list[Finished]:
-        """Finish what is under way, and plan nothing."""
-        return [self._finish() for _ in range(len(self._under_way))]
 
     def _finish(self) -> Finished:
         plan, pending = self._under_way.popleft()

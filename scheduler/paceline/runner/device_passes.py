@@ -21,7 +21,7 @@ from paceline_kernels.triton.state import SequenceTable, StepInput, StepOutput
 from paceline_kernels.triton.verification import choose_drafts, judge
 
 FIRST_PASS_ROWS: Final = 2  # of each sequence in the draft model's first pass
-COMPILED_RUNS: Final = (1, 2, 4, 8, 16, 64, 512)  # rows of the longest run, by which kernels differ
+COMPILED_RUNS: Final = (1, 2, 4, 8, 16, 24, 40, 64, 512)  # rows of the longest run, by which kernels differ
 
 
 class ModelAndKV(NamedTuple):
@@ -32,7 +32,7 @@ class ModelAndKV(NamedTuple):
 
 
 class DevicePasses:
-    """Launches what a step computes. Nothing here waits for the device, or knows what a sequence is.
+    """Launches what a step computes, and waits for the device only where a size is recorded.
 
     Args:
         table: of the sequences; the device changes it, and whoever tells it of new ones.
@@ -176,13 +176,15 @@ class DevicePasses:
             model.logits(model.forward(zeros, batch, cache))
 
     def _step_jobs(self) -> Iterator[Callable[[], None]]:
-        """One for each step that `verify` replays."""
-        for fewer, seqs in itertools.pairwise((0, *self._buckets)):
-            for lower, rows in itertools.pairwise((0, *ROW_BUCKETS)):
-                if fewer < rows and lower < seqs:
-                    yield self._step_job(seqs, rows, 1)
+        """One for each step that `verify` replays, the largest first: they share a pool of memory, in which smaller
+        ones find room then.
+        """
+        for lower, rows in reversed(list(itertools.pairwise((0, *ROW_BUCKETS)))):
+            for fewer, seqs in itertools.pairwise((0, *self._buckets)):
                 if self._max_depth and fewer + 1 < rows and lower < seqs * (1 + self._max_depth):
                     yield self._step_job(seqs, rows, 1 + self._max_depth)
+                if fewer < rows and lower < seqs:
+                    yield self._step_job(seqs, rows, 1)
 
     def _step_job(self, seqs: int, rows: int, most: int) -> Callable[[], None]:
         def job() -> None:
@@ -194,7 +196,7 @@ class DevicePasses:
     def _pass_jobs(self) -> Iterator[Callable[[], None]]:
         """One for each pass that `draft` replays."""
         if self._draft is not None and self._max_depth:
-            for size, first in itertools.product(self._buckets, (True, False)):
+            for size, first in itertools.product(reversed(self._buckets), (True, False)):
                 yield self._pass_job(size, first)
 
     def _pass_job(self, size: int, first: bool) -> Callable[[], None]:

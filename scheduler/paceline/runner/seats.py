@@ -88,6 +88,7 @@ class Seat:
         """The mirror has advanced by a step that was not launched, and of which the table knows nothing."""
         self._look()
         self.stale = True
+        self.blocks_told = 0  # telling may have failed
 
     def _look(self) -> None:
         self.computed = self.sequence.num_computed
