@@ -27,6 +27,7 @@ from paceline.engine import Engine, GenerationRequest
 from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.runner import Draft
 from paceline.wiring import EngineSettings, build_engine
+from support.launching import LaunchingRunner
 from support.pairs import tiny_pair
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -377,3 +378,12 @@ def test_synthetic_acceptance_is_as_decreed(pair: tuple[Path, Path]) -> None:
     lucky, unlucky = (stats[first], stats[second]) if first % 2 == 0 else (stats[second], stats[first])
     assert lucky.accepted_tokens == lucky.drafted_tokens > 0
     assert unlucky.accepted_tokens == 0 < unlucky.drafted_tokens
+
+
+def test_what_a_device_would_not_notice_is_refused(pair: tuple[Path, Path]) -> None:
+    engine = build_engine(EngineSettings(str(pair[0]), str(pair[1]), depth="2"))
+    engine.runner = LaunchingRunner(engine.runner)
+    with pytest.raises(FailedPrecondition, match="kept by decree: on the host alone"):
+        synthetic.decree(engine, [0.5])
+    with pytest.raises(FailedPrecondition, match="trimmed: on the host alone"):
+        trim.trimming(engine, trim.FullDepth(CostModel([1], [1.0]), 2)).__enter__()

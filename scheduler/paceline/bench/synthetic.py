@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.bench.host import host_runner
 from paceline.engine import Engine
-from paceline.errors import FailedPrecondition, InvalidArgument
-from paceline.runner import ModelRunner
+from paceline.errors import InvalidArgument
 from paceline.runner.verification import Run, Verdict, Verifier
 
 
@@ -52,9 +52,5 @@ def parse_rates(text: str) -> list[float]:
 
 def decree(engine: Engine, rates: Sequence[float]) -> None:
     """From now on the engine keeps drafts with these probabilities, requests in turn; its text means nothing."""
-    runner = engine.runner
-    if not isinstance(runner, ModelRunner):
-        raise FailedPrecondition(
-            "drafts that are kept by decree are judged on the host: device = cpu or backend = torch has them"
-        )
+    runner = host_runner(engine, "drafts that are kept by decree")
     runner.verifier = SyntheticVerifier(lambda request_id, _: rates[request_id % len(rates)], 0, runner.model.device)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from paceline.bench.host import host_runner
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad, within_bounds
@@ -16,8 +17,7 @@ from paceline.core.depth_policy import DepthPolicy
 from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence as Mirror
 from paceline.engine import Engine
-from paceline.errors import FailedPrecondition
-from paceline.runner import Draft, Drafter, ModelRunner
+from paceline.runner import Draft, Drafter
 
 NAME = "draft-full-then-trim"
 
@@ -80,11 +80,7 @@ def without_drafting(costs: CostModel) -> CostModel:
 @contextmanager
 def trimming(engine: Engine, policy: FullDepth) -> Iterator[None]:
     """Meanwhile every drafter's proposals are cut as the policy says."""
-    runner = engine.runner
-    if not isinstance(runner, ModelRunner):
-        raise FailedPrecondition(
-            "drafts that are trimmed are judged on the host: device = cpu or backend = torch has them"
-        )
+    runner = host_runner(engine, "drafts that are trimmed")
     own = runner.drafters
     runner.drafters = {method: TrimmedDrafter(drafter, policy.kept) for method, drafter in own.items()}
     try:

@@ -523,7 +523,7 @@ class Scheduler:
                 continue
             if not self._has_room(missing + self.kv.num_free_among(known)):
                 victims = self._over_served(tenant, now)
-                if not self._make_way(victims, missing, known):
+                if not self._would_suffice(victims, missing, known):
                     return
                 for victim in victims:
                     self._preempt(victim)
@@ -573,7 +573,7 @@ class Scheduler:
         ]
         return sorted(ran, key=lambda request: -ahead[request.tenant])
 
-    def _make_way(self, victims: list[Request], missing: int, known: Sequence[int]) -> bool:
+    def _would_suffice(self, victims: list[Request], missing: int, known: Sequence[int]) -> bool:
         """All of them together leave a place, and blocks for a request that misses so many besides those known: nobody
         is preempted in vain.
         """

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from paceline.core.plan import Pending, StepPlan, StepResult
+from paceline.core.plan import StepPlan, StepResult
 from paceline.engine.engine import Engine
 from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stream import Stream, publish
@@ -52,7 +52,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine, *, lag: int | None = None, worker: ThreadPoolExecutor | None = None) -> None:
         assert lag in (None, 0, 1), lag
         self.engine = engine
-        self._launch: Callable[[StepPlan], Pending] | None = getattr(engine.runner, "launch", None)
+        self._launch = engine.launch
         self.lag = int(self._launch is not None) if lag is None else lag
         self.on_death: list[Callable[[EngineDead], None]] = []
         self._streams: dict[int, Stream] = {}  # by the id of each live completion

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from paceline.core.grammar import Grammar, GrammarCompiler
 from paceline.core.method import Method
 from paceline.core.params import Constraints, SamplingParams
-from paceline.core.plan import FinishReason, StepPlan, StepResult, StepRunner, TokenLogprobs
+from paceline.core.plan import FinishReason, Pending, StepPlan, StepResult, StepRunner, TokenLogprobs
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
 from paceline.engine.completions import Completion, Completions
@@ -263,6 +263,12 @@ class Engine:
         return self.scheduler.has_requests
 
     # -- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def launch(self) -> Callable[[StepPlan], Pending] | None:
+        """How the runner starts a step before the one that runs is through; None if it only executes."""
+        launch: Callable[[StepPlan], Pending] | None = getattr(self.runner, "launch", None)
+        return launch
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to do before an outstanding result is in.

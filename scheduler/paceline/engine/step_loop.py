@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,10 +29,9 @@ class StepLoop:
     """
 
     def __init__(self, engine: Engine) -> None:
-        launch: Callable[[StepPlan], Pending] | None = getattr(engine.runner, "launch", None)
         self._engine = engine
-        self._start = launch or self._execute
-        self._lag = 0 if launch is None else 1
+        self._start = engine.launch or self._execute
+        self._lag = int(engine.launch is not None)
         self._under_way: deque[tuple[StepPlan, Pending]] = deque()
 
     def step(self) -> Finished | None:

@@ -56,7 +56,7 @@ def kv_bytes(measured: Measured, utilization: float, reserve: int = GRAPH_RESERV
 
 
 def give_back(device: torch.device) -> None:
-    """What torch's allocator keeps of a GPU in pieces that were too small."""
+    """Let go of what torch's allocator keeps of a GPU in pieces that were too small."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
