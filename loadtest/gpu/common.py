@@ -23,6 +23,7 @@ from paceline.bench.turns import Stream
 from paceline.core.params import SamplingParams
 from paceline.demo.widen import widen
 from paceline.engine import Engine
+from paceline.garbage import collect_rarely
 from paceline.models import ModelConfig, load_model_config
 from paceline.wiring import EngineSettings, build_engine
 
@@ -93,6 +94,7 @@ class Bench:
             target, draft = self.paths()
             began = time.perf_counter()
             self._engine = build_engine(self._settings(target, draft))
+            collect_rarely()  # as a server does
             config = self._engine.scheduler.config
             self.say(
                 f"engine: loaded, warmed up and priced in {time.perf_counter() - began:.1f} s, "

@@ -19,8 +19,8 @@ from paceline.core.plan import SequenceResult, StepPlan, StepResult
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.engine import AsyncEngine, ChatMessage, Engine, Output
+from paceline.garbage import collect_rarely
 from paceline.server import GrpcServer
-from paceline.server.garbage import collect_rarely
 
 BLOCK_SIZE, CONTEXT = 64, 1 << 14
 

@@ -34,7 +34,7 @@ from paceline.errors import InvalidArgument
 from paceline.models import Decoder, Model, ModelConfig, load_model_config
 from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import Drafter, KVCache, ModelRunner
-from paceline.runner.memory import GRAPH_RESERVE, drawn_bytes
+from paceline.runner.memory import GRAPH_RESERVE, table_bytes
 from paceline.settings import EngineSettings
 from paceline.speculation import DraftModel, Ngram
 from paceline_kernels.cpu import decoder
@@ -213,8 +213,9 @@ def _measured_blocks(
     settings: EngineSettings, choices: _Choices, config: SchedulerConfig, models: Sequence[Model], gpu: Gpu
 ) -> int:
     reserve = GRAPH_RESERVE
-    if choices.backend == "triton" and choices.draft_path is not None:
-        reserve += drawn_bytes(config.max_num_seqs, config.max_depth, choices.config.vocab_size)
+    if choices.backend == "triton":
+        vocab = 0 if choices.draft_path is None else choices.config.vocab_size
+        reserve += table_bytes(config.max_num_seqs, config.max_depth, config.max_model_len, vocab)
     return kv_blocks.measure_num_blocks(settings, config, models, choices.bytes_per_block, gpu, reserve)
 
 
@@ -311,7 +312,7 @@ def _costs(settings: EngineSettings, choices: _Choices, engine: Engine) -> CostM
         dtype=str(choices.dtype),
         quantization=settings.quantization,
         draft_quantization=settings.draft_quantization,
-        backend=decoder.identity() if choices.backend == "native" else choices.backend,
+        backend=_identity(choices.backend),
         threads=torch.get_num_threads(),
         device="cpu" if choices.gpu is None else choices.gpu.name,
     )
@@ -322,12 +323,33 @@ def _costs(settings: EngineSettings, choices: _Choices, engine: Engine) -> CostM
                 engine.runner,
                 config,
                 draft=choices.draft_path is not None,
+                first_rows=_first_rows(choices.backend),
                 seconds=PROFILE_SECONDS,
                 progress=progress,
                 clock=time.perf_counter,
             )
         cost_cache.save(key, costs)
     return costs
+
+
+def _identity(backend: str) -> str:
+    """What computes, by a name that changes with its code."""
+    if backend == "native":
+        return decoder.identity()
+    if backend == "triton":
+        from paceline_kernels.triton.identity import identity  # which imports Triton
+
+        return identity()
+    return backend
+
+
+def _first_rows(backend: str) -> int:
+    """Of each sequence in the first pass of its draft model."""
+    if backend != "triton":
+        return 1
+    from paceline_kernels.triton.state import FIRST_PASS_ROWS  # which imports Triton
+
+    return FIRST_PASS_ROWS
 
 
 def _model_path(name: str) -> Path:

@@ -11,8 +11,7 @@ from paceline_kernels.batch import PagedBatch
 from paceline_kernels.triton.state import Column, SequenceTable, StepInput
 
 COMPUTED = tl.constexpr(Column.COMPUTED.value)
-PREVIOUS = tl.constexpr(Column.PREVIOUS.value)
-NEWEST = tl.constexpr(Column.NEWEST.value)
+DRAFT_COMPUTED = tl.constexpr(Column.DRAFT_COMPUTED.value)
 BLOCK = 128
 
 
@@ -28,13 +27,13 @@ def step_rows(table: SequenceTable, step: StepInput, block_size: int, max_rows: 
     grid = (triton.cdiv(num_rows, BLOCK) + triton.cdiv(num_seqs, BLOCK),)
     _step_rows[grid](
         table.facts,
+        table.texts,
         table.block_tables,
         table.drafts,
         step.seats,
         step.num_tokens,
         step.query_starts,
         step.row_sequences,
-        step.host_tokens,
         token_ids,
         positions,
         slots,
@@ -42,6 +41,7 @@ def step_rows(table: SequenceTable, step: StepInput, block_size: int, max_rows: 
         num_rows,
         num_seqs,
         table.facts.stride(0),
+        table.texts.stride(0),
         table.block_tables.stride(0),
         table.drafts.stride(0),
         block_size,
@@ -74,6 +74,7 @@ def draft_rows(
     context_lens = torch.empty_like(seats)
     _draft_rows[(triton.cdiv(num_seqs, BLOCK),)](
         table.facts,
+        table.texts,
         table.block_tables,
         table.drafts,
         seats,
@@ -85,6 +86,7 @@ def draft_rows(
         context_lens,
         num_seqs,
         table.facts.stride(0),
+        table.texts.stride(0),
         table.block_tables.stride(0),
         table.drafts.stride(0),
         block_size,
@@ -92,6 +94,41 @@ def draft_rows(
         BLOCK=BLOCK,
     )
     return token_ids, _batch(table, seats, starts, context_lens, block_size, per_seq, positions, slots)
+
+
+def read_rows(
+    table: SequenceTable, step: StepInput, num_rows: int, block_size: int, max_rows: int
+) -> tuple[Tensor, PagedBatch]:
+    """The rows of what the draft model has not read: token ids [num_rows] int64, and where they belong.
+
+    A run is as long as the step says, whatever is left to read: rows behind that are written nowhere.
+
+    Args:
+        num_rows: room for the runs of `step.read_starts`.
+        max_rows: of a run, at most.
+    """
+    token_ids, positions = step.read_seats.new_zeros(2, num_rows, dtype=torch.int64).unbind(0)
+    slots = torch.full_like(positions, -1)
+    context_lens = torch.empty_like(step.read_seats)
+    _read_rows[(len(step.read_seats),)](
+        table.facts,
+        table.texts,
+        table.block_tables,
+        step.read_seats,
+        step.read_until,
+        step.read_starts,
+        token_ids,
+        positions,
+        slots,
+        context_lens,
+        table.facts.stride(0),
+        table.texts.stride(0),
+        table.block_tables.stride(0),
+        block_size,
+        BLOCK=BLOCK,
+    )
+    starts = step.read_starts
+    return token_ids, _batch(table, step.read_seats, starts, context_lens, block_size, max_rows, positions, slots)
 
 
 def _batch(
@@ -118,13 +155,13 @@ def _batch(
 @triton.jit(do_not_specialize=["num_rows", "num_seqs"])
 def _step_rows(
     facts,
+    texts,
     block_tables,
     drafts,
     seats,
     num_tokens,
     query_starts,
     row_sequences,
-    host_tokens,
     token_ids,
     positions,
     slots,
@@ -132,6 +169,7 @@ def _step_rows(
     num_rows,
     num_seqs,
     facts_stride,
+    texts_stride,
     table_stride,
     drafts_stride,
     block_size,
@@ -148,11 +186,10 @@ def _step_rows(
         offset = rows - tl.load(query_starts + sequence, mask=real, other=0)
         known = tl.load(num_tokens + sequence, mask=real, other=1)
         position = tl.load(facts + seat * facts_stride + COMPUTED, mask=real, other=0) + offset
-        from_host = tl.load(host_tokens + rows, mask=real, other=0)
-        newest = tl.load(facts + seat * facts_stride + NEWEST, mask=real, other=0)
         is_draft = real & (offset >= known)
         draft = tl.load(drafts + seat * drafts_stride + offset - known, mask=is_draft, other=0)
-        token = tl.where(from_host >= 0, from_host, tl.where(is_draft, draft, newest))
+        token = tl.load(texts + seat.to(tl.int64) * texts_stride + position, mask=real & (offset < known), other=0)
+        token = tl.where(is_draft, draft, token)
         block = tl.load(block_tables + seat.to(tl.int64) * table_stride + position // block_size, mask=real, other=0)
         slot = block.to(tl.int64) * block_size + position % block_size
         tl.store(token_ids + rows, token.to(tl.int64), mask=inside)
@@ -172,6 +209,7 @@ def _step_rows(
 @triton.jit(do_not_specialize=["num_seqs"])
 def _draft_rows(
     facts,
+    texts,
     block_tables,
     drafts,
     seats,
@@ -183,6 +221,7 @@ def _draft_rows(
     context_lens,
     num_seqs,
     facts_stride,
+    texts_stride,
     table_stride,
     drafts_stride,
     block_size,
@@ -196,11 +235,12 @@ def _draft_rows(
     real = (seat >= 0) & (tl.load(depths + index, mask=inside, other=0) > number)
     computed = tl.load(facts + seat * facts_stride + COMPUTED, mask=real, other=0)
     if PER_SEQ == 2:
-        newest = tl.load(facts + seat * facts_stride + NEWEST, mask=real, other=0)
+        text = texts + seat.to(tl.int64) * texts_stride
+        newest = tl.load(text + computed, mask=real, other=0)
         last = computed
-        token = tl.load(facts + seat * facts_stride + PREVIOUS, mask=real, other=0)
         before = tl.maximum(computed - 1, 0)
         has_before = real & (computed > 0)
+        token = tl.load(text + before, mask=has_before, other=0)
         block = tl.load(
             block_tables + seat.to(tl.int64) * table_stride + before // block_size, mask=has_before, other=0
         )
@@ -218,3 +258,47 @@ def _draft_rows(
     tl.store(positions + row, last.to(tl.int64), mask=inside)
     tl.store(slots + row, tl.where(real, slot, -1), mask=inside)
     tl.store(context_lens + index, tl.where(real, last + 1, 0), mask=inside)
+
+
+@triton.jit
+def _read_rows(
+    facts,
+    texts,
+    block_tables,
+    read_seats,
+    read_until,
+    read_starts,
+    token_ids,
+    positions,
+    slots,
+    context_lens,
+    facts_stride,
+    texts_stride,
+    table_stride,
+    block_size,
+    BLOCK: tl.constexpr,
+):
+    """A sequence each."""
+    index = tl.program_id(0)
+    seat = tl.load(read_seats + index)
+    context = tl.zeros([], tl.int32)
+    if seat >= 0:
+        begin = tl.load(read_starts + index)
+        end = tl.load(read_starts + index + 1)
+        read = tl.load(facts + seat * facts_stride + DRAFT_COMPUTED)
+        until = tl.load(facts + seat * facts_stride + COMPUTED) + tl.load(read_until + index)
+        text = texts + seat.to(tl.int64) * texts_stride
+        table = block_tables + seat.to(tl.int64) * table_stride
+        for start in range(begin, end, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            inside = rows < end
+            position = read + rows - begin
+            real = inside & (position < until)
+            token = tl.load(text + position, mask=real, other=0)
+            block = tl.load(table + position // block_size, mask=real, other=0)
+            slot = block.to(tl.int64) * block_size + position % block_size
+            tl.store(token_ids + rows, token.to(tl.int64), mask=inside)
+            tl.store(positions + rows, tl.where(real, position, 0).to(tl.int64), mask=inside)
+            tl.store(slots + rows, tl.where(real, slot, -1), mask=inside)
+        context = read + end - begin
+    tl.store(context_lens + index, context)

@@ -1,7 +1,7 @@
 """What lives on the device from step to step, and what a step brings along.
 
 The device knows before the host what was accepted, so that the next step can be launched while nobody has looked: its
-kernels find positions and tokens in the table of sequences, and the step says only how many of each.
+kernels find positions and tokens in the table of sequences, and the step says only how many of each, at most.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 COLUMNS: Final = 16  # of a sequence's row in `SequenceTable.facts`
+FIRST_PASS_ROWS: Final = 2  # of each sequence in the draft model's first pass: see `draft_rows`
 
 
 class Column(enum.IntEnum):
     """int32 each; those from TEMPERATURE on hold the bits of a float32."""
 
     COMPUTED = 0  # leading tokens that have target KV; in a decode all known tokens but the newest
-    PREVIOUS = 1  # the token before the newest
-    NEWEST = 2
-    RULE = 3
-    TOP_K = 4  # 0 is off
-    SEED_LOW = 5
-    SEED_HIGH = 6
-    CHOICE = 7
-    TEMPERATURE = 8  # > 0; 1 for greedy sequences
-    TOP_P = 9
-    MIN_P = 10
-    TYPICAL_P = 11
+    DRAFT_COMPUTED = 1  # leading tokens that have draft KV
+    RULE = 2
+    TOP_K = 3  # 0 is off
+    SEED_LOW = 4
+    SEED_HIGH = 5
+    CHOICE = 6
+    TEMPERATURE = 7  # > 0; 1 for greedy sequences
+    TOP_P = 8
+    MIN_P = 9
+    TYPICAL_P = 10
 
 
 class Rule(enum.IntEnum):
@@ -59,21 +59,31 @@ class SequenceTable:
 
     Attributes:
         facts: [seats, COLUMNS] int32, by `Column`.
+        texts: known tokens, [seats, longest] int32; what stands behind them is undefined.
         block_tables: [seats, max_blocks] int32.
         drafts: tokens of the step that is being made, [seats, max_depth] int32.
         probs: what they were drawn from, where they were drawn, [seats, max_depth, vocab] float32.
     """
 
     facts: Tensor
+    texts: Tensor
     block_tables: Tensor
     drafts: Tensor
     probs: Tensor
 
     @classmethod
-    def allocate(cls, seats: int, max_blocks: int, max_depth: int, vocab: int, device: torch.device) -> SequenceTable:
+    def allocate(
+        cls, seats: int, longest: int, max_blocks: int, max_depth: int, vocab: int, device: torch.device
+    ) -> SequenceTable:
+        """
+        Args:
+            longest: tokens of a text, and of drafts behind it.
+            vocab: of the drafts that are drawn; 1 if none are.
+        """
         depth = max(1, max_depth)
         return cls(
             torch.zeros(seats, COLUMNS, dtype=torch.int32, device=device),
+            torch.zeros(seats, longest, dtype=torch.int32, device=device),
             torch.zeros(seats, max_blocks, dtype=torch.int32, device=device),
             torch.zeros(seats, depth, dtype=torch.int32, device=device),
             torch.zeros(seats, depth, vocab, device=device),
@@ -90,28 +100,34 @@ class StepInput:
     Attributes:
         seats: [num_seqs], -1 for padding.
         num_tokens, num_drafts: [num_seqs]; 0 for padding.
+        num_read: tokens that the draft model reads at most, besides those it drafts from, [num_seqs].
         one_hot: its drafts were chosen, not drawn, [num_seqs]: 0 or 1.
         query_starts: rows of sequence i are query_starts[i]:query_starts[i + 1], [num_seqs + 1].
         logit_starts: its rows of logits, likewise; none if it does not sample.
         row_sequences: to which sequence each row belongs, [num_rows], -1 for padding.
         logit_sequences: the same for rows of logits, [num_rows].
-        host_tokens: the token of each row, [num_rows], or -1: the newest, or a draft, which the device knows.
         draft_seats, draft_depths: the deepest first, [most sequences of any step]; -1 and 0 for padding.
+        read_seats: sequences of which the draft model reads, [most sequences of any step]; -1 for padding.
+        read_starts: rows of the i-th of them are read_starts[i]:read_starts[i + 1], [most + 1].
+        read_until: how far beyond `Column.COMPUTED` the draft model reads it, [most].
         noise_key: [4]: both halves of the engine's seed, the step's number, and nothing.
     """
 
     draft_seats: Tensor
     draft_depths: Tensor
+    read_seats: Tensor
+    read_until: Tensor
+    read_starts: Tensor
     noise_key: Tensor
     seats: Tensor
     num_tokens: Tensor
     num_drafts: Tensor
+    num_read: Tensor
     one_hot: Tensor
     query_starts: Tensor
     logit_starts: Tensor
     row_sequences: Tensor
     logit_sequences: Tensor
-    host_tokens: Tensor
 
     @classmethod
     def size(cls, most_seqs: int, num_seqs: int, num_rows: int) -> int:
@@ -125,7 +141,7 @@ class StepInput:
 
     @staticmethod
     def _lengths(most_seqs: int, num_seqs: int, num_rows: int) -> list[int]:
-        return [most_seqs, most_seqs, 4, *[num_seqs] * 4, *[num_seqs + 1] * 2, *[num_rows] * 3]
+        return [*[most_seqs] * 4, most_seqs + 1, 4, *[num_seqs] * 5, *[num_seqs + 1] * 2, *[num_rows] * 2]
 
 
 @dataclass(frozen=True, slots=True)

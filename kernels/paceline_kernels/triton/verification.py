@@ -22,12 +22,20 @@ from paceline_kernels.triton.sampling import (
     truncate_row,
     uniform_of,
 )
-from paceline_kernels.triton.state import COLUMNS, Column, Noise, Rule, SequenceTable, StepInput, StepOutput
+from paceline_kernels.triton.state import (
+    COLUMNS,
+    FIRST_PASS_ROWS,
+    Column,
+    Noise,
+    Rule,
+    SequenceTable,
+    StepInput,
+    StepOutput,
+)
 
 ROW = tl.constexpr(COLUMNS)
 COMPUTED = tl.constexpr(int(Column.COMPUTED))
-PREVIOUS = tl.constexpr(int(Column.PREVIOUS))
-NEWEST = tl.constexpr(int(Column.NEWEST))
+DRAFT_COMPUTED = tl.constexpr(int(Column.DRAFT_COMPUTED))
 RULE = tl.constexpr(int(Column.RULE))
 TOP_K = tl.constexpr(int(Column.TOP_K))
 SEED_LOW = tl.constexpr(int(Column.SEED_LOW))
@@ -122,11 +130,15 @@ def judge(logits: Tensor, token_ids: Tensor, table: SequenceTable, step: StepInp
             table.probs,
             token_ids,
             *sequences,
+            step.num_read,
             step.one_hot,
             step.query_starts,
             step.logit_starts,
             step.noise_key,
+            table.texts,
+            table.texts.stride(0),
             LABELS=width,
+            FIRST_ROWS=FIRST_PASS_ROWS,
             **shape,
             num_warps=NUM_WARPS,
         )
@@ -333,11 +345,15 @@ def _decide(
     seats,
     num_tokens,
     num_drafts,
+    num_read,
     one_hot,
     query_starts,
     logit_starts,
     noise_key,
+    texts,
+    texts_stride,
     LABELS: tl.constexpr,
+    FIRST_ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -350,12 +366,19 @@ def _decide(
         fact = facts + seat * ROW
         known = tl.load(num_tokens + i)
         first = tl.load(logit_starts + i)
+        depth = tl.load(num_drafts + i)
+        computed = tl.load(fact + COMPUTED)
+        size = computed + known
+        by_model = (depth > 0) & (tl.load(one_hot + i) == 0)
+        until = size - tl.where(by_model, FIRST_ROWS, 0)
+        read = tl.load(fact + DRAFT_COMPUTED)
+        read = tl.maximum(read, tl.minimum(read + tl.load(num_read + i), until))
         if tl.load(logit_starts + i + 1) > first:
-            depth = tl.load(num_drafts + i)
             rule = tl.load(fact + RULE)
             draft = token_ids + tl.load(query_starts + i) + known
             label = labels + i * LABELS
             emitted = tokens + i * (LABELS + 1)
+            behind = texts + seat.to(tl.int64) * texts_stride + size
             j = tl.zeros([], tl.int32)
             final = tl.zeros([], tl.int32)
             if rule <= COUPLED:
@@ -409,10 +432,13 @@ def _decide(
             j = tl.zeros([], tl.int32)
             while j < accepted:
                 tl.store(emitted + j, tl.load(draft + j).to(tl.int32))
+                tl.store(behind + j, tl.load(draft + j).to(tl.int32))
                 j += 1
             tl.store(emitted + accepted, final)
-            tl.store(fact + PREVIOUS, tl.load(draft + accepted - 1).to(tl.int32))
-            tl.store(fact + NEWEST, final)
+            tl.store(behind + accepted, final)
+            # Of its drafts, the draft model has not read the last.
+            read = tl.where(by_model & (read >= until), size + tl.minimum(depth - 1, accepted), read)
         tl.debug_barrier()
-        tl.store(fact + COMPUTED, tl.load(fact + COMPUTED) + known + accepted)
+        tl.store(fact + COMPUTED, size + accepted)
+        tl.store(fact + DRAFT_COMPUTED, read)
     tl.store(num_accepted + i, accepted)

@@ -24,7 +24,7 @@ from paceline.core.curve import Curve
 # Kernels take some rows at once, and the next one costs more than those behind it: few rows have a bucket each, and so
 # has the next one behind the first blocks of 16.
 ROW_BUCKETS = (*range(1, 18), 24, 32, 33, 48, 49, 64, 65, 80, 81, 96, 97, 128,
-               192, 256, 384, 512, 768, 1024, 1536, 2048)  # fmt: skip
+               129, 192, 193, 256, 257, 384, 385, 512, 768, 1024, 1536, 2048)  # fmt: skip
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 LARGEST_BUCKET = 1 << 20  # more than any step has; a table that says so is not ours
@@ -66,7 +66,7 @@ class StepShape:
         rows: of the target's forward: prompt chunks, decodes and draft slots.
         context: tokens whose KV is read, summed over sequences, once per sequence whatever its rows.
         draft_passes: sequences in each pass of the draft model, in order.
-        draft_rows: rows that the draft model reads besides one per sequence of pass 0: prompts, catching up.
+        draft_rows: rows that the draft model reads besides those of pass 0: prompts, catching up.
         sequences: that have rows in the step; 0 leaves out what they cost besides their rows.
     """
 
@@ -107,6 +107,11 @@ class CostModel:
         per_draft_row: seconds per row that the draft model reads besides.
         per_sequence: seconds per sequence in the step.
         first_seconds: of pass 0, at the buckets of `pass_seconds`; None if it costs no more than others.
+        first_rows: that each sequence has in pass 0.
+        reading_seconds: of the forward in which the draft model reads, beside its rows; 0 if that is pass 0.
+
+    Attributes:
+        first_rows: as above.
 
     Raises:
         ValueError: buckets that are not positive and ascending, or seconds that are negative or not finite.
@@ -122,14 +127,19 @@ class CostModel:
         per_draft_row: float = 0.0,
         per_sequence: float = 0.0,
         first_seconds: Sequence[float] | None = None,
+        first_rows: int = 1,
+        reading_seconds: float = 0.0,
     ) -> None:
         if not rows:
             raise ValueError("a cost model needs at least one bucket of rows")
+        if type(first_rows) is not int or not 1 <= first_rows <= LARGEST_BUCKET:
+            raise ValueError(f"first_rows: an integer in 1..{LARGEST_BUCKET} is needed, not {first_rows!r}")
         _check_table("rows", rows, seconds)
         first_seconds = pass_seconds if first_seconds is None else first_seconds
         for values in (pass_seconds, first_seconds):
             _check_table("sequences", sequences, values)
-        for name, value in (("context", per_context), ("draft row", per_draft_row), ("sequence", per_sequence)):
+        slopes = ("context", per_context), ("draft row", per_draft_row), ("sequence", per_sequence)
+        for name, value in (*slopes, ("reading", reading_seconds)):
             _check_seconds(name, value)
         self._rows = list(rows)
         # Of the first bucket, and by how much each one exceeds the one before: more rows never cost less.
@@ -145,6 +155,8 @@ class CostModel:
         self._pass_seconds = [float(height) for height in itertools.accumulate(pass_seconds, max)]
         self._first_seconds = [float(height) for height in itertools.accumulate(first_seconds, max)]
         self._per_draft_row = float(per_draft_row)
+        self.first_rows = first_rows
+        self._reading_seconds = float(reading_seconds)
         self._errors = {kind: _Errors() for kind in StepKind}
         self._target_outliers = _Outliers()
         self._draft_outliers = _Outliers()
@@ -202,8 +214,8 @@ class CostModel:
         return sum([self.draft_pass(number, count) for number, count in enumerate(sequences)])
 
     def draft_rows(self, rows: int) -> float:
-        """Seconds for rows that the draft model reads besides one per sequence of pass 0."""
-        return self._per_draft_row * rows
+        """Seconds for rows that the draft model reads besides those of pass 0."""
+        return self._reading_seconds + self._per_draft_row * rows if rows else 0.0
 
     def step(self, shape: StepShape) -> float:
         """Seconds of a whole step."""
@@ -213,8 +225,10 @@ class CostModel:
         """Seconds of it that the draft model takes."""
         if not (shape.draft_passes or shape.draft_rows):
             return 0.0
-        # Reading alone, for drafts to come, is a pass too.
-        return self.passes(shape.draft_passes or (1,)) + self._per_draft_row * shape.draft_rows
+        passes = shape.draft_passes
+        if not passes and not self._reading_seconds:
+            passes = (1,)  # reading alone, for drafts to come, is a pass too
+        return self.passes(passes) + self.draft_rows(shape.draft_rows)
 
     # -- observations -------------------------------------------------------------------------------------------------
 
@@ -315,6 +329,7 @@ class CostModel:
         self._pass_seconds = [seconds * factor for seconds in self._pass_seconds]
         self._first_seconds = [seconds * factor for seconds in self._first_seconds]
         self._per_draft_row *= factor
+        self._reading_seconds *= factor
         self._build_draft()
 
     def _build_target(self) -> None:
@@ -339,19 +354,24 @@ class CostModel:
             "per_draft_row": self._per_draft_row,
             "per_sequence": self._per_sequence,
             "first_seconds": list(self._first_seconds),
+            "first_rows": self.first_rows,
+            "reading_seconds": self._reading_seconds,
         }
 
     @classmethod
     def from_dict(cls, data: Any) -> CostModel:
         """The model that `as_dict` described. Raises ValueError if anything in `data` is not as it wrote it."""
         tables = {"rows", "seconds", "sequences", "pass_seconds", "first_seconds"}
-        names = tables | {"per_context", "per_draft_row", "per_sequence"}
+        seconds = {"per_context", "per_draft_row", "per_sequence", "reading_seconds"}
+        names = tables | seconds | {"first_rows"}
         if not isinstance(data, dict) or data.keys() != names:
             raise ValueError(f"a cost model has the keys {', '.join(sorted(names))}")
         for name in tables:
             if not isinstance(data[name], list):
                 raise ValueError(f"{name}: a list is needed, not {data[name]!r}")
-        for name in names - tables:
+        if type(data["first_rows"]) is not int:
+            raise ValueError(f"first_rows: an integer is needed, not {data['first_rows']!r}")
+        for name in seconds:
             _check_seconds(name, data[name])  # compiled, the constructor would raise TypeError before it looks at them
         return cls(**data)
 

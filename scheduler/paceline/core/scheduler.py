@@ -659,7 +659,7 @@ class Scheduler:
                 continue
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
             gap = request.draft_gap if chosen.method is DRAFT_MODEL else 0
-            behind = max(0, gap - 1)
+            behind = max(0, gap - self.speculation.first_rows)
             if behind > step.budget:
                 depth, behind = 0, step.budget
                 gap = behind + 1
@@ -728,9 +728,9 @@ class Scheduler:
         return limits
 
     def _drafters(self, request: Request) -> dict[Method, int]:
-        """The same of those that have something to propose; n-grams might, as long as a result is awaited."""
+        """The same of those that have something to propose, n-grams as of the last result."""
         limits = self._limits(request)
-        if NGRAM not in limits or request.match or request.pending:
+        if NGRAM not in limits or request.match:
             return limits
         return {DRAFT_MODEL: limits[DRAFT_MODEL]} if DRAFT_MODEL in limits else {}
 

@@ -66,6 +66,11 @@ class SpeculationControl:
         self.totals = SpeculationCounts()
         self.model_drafts = True  # in the last step that offered it a place, and in which nobody copied instead
 
+    @property
+    def first_rows(self) -> int:
+        """Of each sequence in the first pass of the draft model: tokens that it need not read before."""
+        return 1 if self.costs is None else self.costs.first_rows
+
     # -- before a step -------------------------------------------------------------------------------------------------
 
     def choose(
@@ -123,9 +128,9 @@ class SpeculationControl:
         ]
         candidates = []
         for request, limits in zip(requests, allowed):
-            # The newest token is read by the first pass anyway. What does not fit a step is read in parts, of which the
-            # first is offered here; the scheduler grants no drafts before the last.
-            catch_up = min(max(0, request.draft_gap - 1), budget // 2)
+            # The newest tokens are read by the first pass anyway. What does not fit a step is read in parts, of which
+            # the first is offered here; the scheduler grants no drafts before the last.
+            catch_up = min(max(0, request.draft_gap - self.first_rows), budget // 2)
             most = max(limits.values())
             offers = tuple(
                 [
@@ -141,7 +146,7 @@ class SpeculationControl:
 
     def _survivals(self, request: Request, method: Method, depth: int) -> list[float]:
         model, residual = self._models[request.params.verification][method], request.residuals[method]
-        return model.survivals(request.tenant, residual, depth, agreed=_agreed(request, method))
+        return model.survivals(request.tenant, residual, depth, agreed=_agreed(request.match, method))
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
@@ -158,7 +163,7 @@ class SpeculationControl:
             0 if request.status is FINISHED else request.num_computed_tokens + work.num_tokens
             for work, request in zip(plan.work, requests)
         ]
-        shape = _shape(plan.work, result.sequences, sum(contexts))
+        shape = _shape(plan.work, result.sequences, sum(contexts), self.first_rows)
         bill = write_bill(self.costs, shape, plan.work, result.sequences, contexts, result.times.total)
         drafts, decodes, emitted = [], 0, 0
         for work, sequence, request, price in zip(plan.work, result.sequences, requests, bill.drafts):
@@ -258,24 +263,27 @@ class SpeculationControl:
             labels: tuple[float, ...] = ()
             if method is drafter:
                 labels = sequence.acceptance
-            elif method is NGRAM and request.match:  # else this is a prompt's last row, whose match nobody knew
-                labels = sequence.scored
+            elif method is NGRAM and work.match:  # else this is a prompt's last row, whose match nobody knew
+                # Where a step was planned ahead, what matched then may by now have nothing to propose.
+                labels = sequence.scored if request.match else (0.0,)
             if labels:
-                agreed = _agreed(request, method)
+                agreed = _agreed(work.match, method)
                 models[method].observe(request.tenant, residual, labels, request.is_example, agreed)
             else:
                 residual.age()
         request.steps_without_model = 0 if drafter is DRAFT_MODEL else request.steps_without_model + 1
 
 
-def _agreed(request: Request, method: Method) -> int:
+def _agreed(match: int, method: Method) -> int:
     """Positions before the first draft: what n-grams propose after a match is like what they propose after one that is
     shorter by a token, and that token.
     """
-    return request.match - 1 if method is NGRAM and request.match else 0
+    return match - 1 if method is NGRAM and match else 0
 
 
-def _shape(works: tuple[SequenceWork, ...], results: tuple[SequenceResult, ...], context: int) -> StepShape:
+def _shape(
+    works: tuple[SequenceWork, ...], results: tuple[SequenceResult, ...], context: int, first_rows: int
+) -> StepShape:
     """The step as it was executed: an n-gram may have proposed less than was planned, and a grammar all there was."""
     drafting = [
         work.num_drafts
@@ -297,4 +305,5 @@ def _shape(works: tuple[SequenceWork, ...], results: tuple[SequenceResult, ...],
         kind = StepKind.MIXED
     else:
         kind = StepKind.VERIFY if slots else StepKind.DECODE
-    return StepShape(tokens + slots, context, tuple(passes), max(0, read - len(drafting)), kind, len(works))
+    read = max(0, read - first_rows * len(drafting))
+    return StepShape(tokens + slots, context, tuple(passes), read, kind, len(works))

@@ -28,6 +28,7 @@ SHORT, MEDIUM, LONG = 16, 128, 512  # tokens of context per sequence
 USUAL_DEPTH = 3  # of the sequences that rows are spread over
 FEW_PASSES, MORE_PASSES = 1, 3  # depths whose difference is the price of a pass
 READ_AHEAD = 128  # rows that the draft model reads besides
+READ_LITTLE = 8  # the same, where that is a forward of its own
 LEAST_PASS = 0.05  # of the first pass, what others cost at least, however small the difference of two measurements is
 UNDISTURBED = 0.1  # the quantile of what a shape took in all rounds that counts
 GREEDY = SequenceParams(SamplingParams(temperature=0.0), verification=Verification.GREEDY)
@@ -38,6 +39,7 @@ def profile(
     config: SchedulerConfig,
     *,
     draft: bool,
+    first_rows: int = 1,
     seconds: float = 16.0,
     progress: Callable[[int, int], None] | None = None,
     clock: Callable[[], float],
@@ -47,13 +49,15 @@ def profile(
 
     Args:
         draft: the runner has a draft model.
+        first_rows: that each sequence has in its first pass; where they are several, what it reads besides is read in a
+            forward of its own.
         seconds: that it may take. Shapes that do not fit in are interpolated, but one of every kind is measured.
         progress: is told after each round how many are done, and of how many at most; all are, in the end.
         clock: now, in seconds.
     """
     tell = progress or (lambda done, rounds: None)
-    bench = _Bench(runner, config, clock, seconds)
-    for shape, needed in _shapes(config, draft):
+    bench = _Bench(runner, config, clock, seconds, first_rows)
+    for shape, needed in _shapes(config, draft, first_rows):
         bench.begin(shape, needed)
     # In rounds: while something else disturbs the machine, it disturbs all shapes alike.
     for done in range(1, MAX_ROUNDS):
@@ -62,7 +66,7 @@ def profile(
             break
     tell(MAX_ROUNDS, MAX_ROUNDS)
     bench.release()
-    return _fit(_undisturbed(bench.samples()), config)
+    return _fit(_undisturbed(bench.samples()), config, first_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class _Shape:
         tokens: known tokens that each computes; the last of them is sampled behind if there is but one.
         drafts: in all, spread evenly.
         context: tokens of each that lie in the KV memory.
-        read_ahead: rows that the draft model reads besides one per sequence.
+        read_ahead: rows that the draft model reads besides those of its first pass.
     """
 
     sequences: int
@@ -126,7 +130,7 @@ class _Sample:
 # -- what to measure ---------------------------------------------------------------------------------------------------
 
 
-def _shapes(config: SchedulerConfig, draft: bool) -> Iterator[tuple[_Shape, bool]]:
+def _shapes(config: SchedulerConfig, draft: bool, first_rows: int) -> Iterator[tuple[_Shape, bool]]:
     """Shapes of every kind in turn, the most telling first, and whether one cannot be done without."""
     sequences = _coarse_first(buckets_up_to(config.max_num_seqs, SEQUENCE_BUCKETS))
     # Where only prompts reach, rows cost alike, and steps are long: the longest says enough.
@@ -151,7 +155,8 @@ def _shapes(config: SchedulerConfig, draft: bool) -> Iterator[tuple[_Shape, bool
         medium = min(MEDIUM, config.max_model_len - 2, config.max_draft_len - 2)
         for depth in sorted({FEW_PASSES, min(MORE_PASSES, config.max_depth)}):
             kinds.append([_Shape(count, medium, 1, count * depth, Method.DRAFT_MODEL) for count in sequences])
-        kinds.append([_Shape(1, medium + READ_AHEAD, 1, FEW_PASSES, Method.DRAFT_MODEL, READ_AHEAD)])
+        for read in (READ_AHEAD, READ_LITTLE)[: 1 + (first_rows > 1)]:
+            kinds.append([_Shape(1, medium + READ_AHEAD, 1, FEW_PASSES, Method.DRAFT_MODEL, read)])
     for turn, shapes in enumerate(itertools.zip_longest(*kinds)):
         for shape in shapes:
             if shape is not None and _fits(shape, config):
@@ -205,8 +210,11 @@ def _odd_part(count: int) -> int:
 class _Bench:
     """Executes shapes and keeps what they took."""
 
-    def __init__(self, runner: StepRunner, config: SchedulerConfig, clock: Callable[[], float], seconds: float) -> None:
+    def __init__(
+        self, runner: StepRunner, config: SchedulerConfig, clock: Callable[[], float], seconds: float, first_rows: int
+    ) -> None:
         self._runner = runner
+        self._first_rows = first_rows
         self._config = config
         self._clock = clock
         self._end = clock() + seconds
@@ -286,7 +294,7 @@ class _Bench:
         for index, request_id in enumerate(ids):
             table = tuple(itertools.islice(blocks, per_sequence))
             drafts = shape.drafts // shape.sequences + (index < shape.drafts % shape.sequences)
-            drafted = shape.context - shape.read_ahead
+            drafted = size - self._first_rows - shape.read_ahead
             admitted.append(Admission(request_id, (0,) * size, size, GREEDY, table, shape.context, drafted))
             work.append(
                 SequenceWork(
@@ -295,7 +303,7 @@ class _Bench:
                     samples=True,
                     num_drafts=drafts,
                     method=shape.method if drafts else Method.NONE,
-                    draft_catch_up=1 + shape.read_ahead if shape.method is Method.DRAFT_MODEL else 0,
+                    draft_catch_up=(self._first_rows + shape.read_ahead) * (shape.method is Method.DRAFT_MODEL),
                 )
             )
         plan = StepPlan(self._num_steps, self._admitted, tuple(admitted), tuple(work))
@@ -326,7 +334,7 @@ def _undisturbed(samples: Sequence[_Sample]) -> list[_Sample]:
     return cleaned
 
 
-def _fit(samples: Sequence[_Sample], config: SchedulerConfig) -> CostModel:
+def _fit(samples: Sequence[_Sample], config: SchedulerConfig, first_rows: int) -> CostModel:
     """Terms one after the other: context, then sequences, then what is left for rows."""
     plain = [sample for sample in samples if sample.shape.method is not Method.DRAFT_MODEL]
     short = [sample for sample in plain if sample.shape.context == _short(config)]
@@ -341,6 +349,7 @@ def _fit(samples: Sequence[_Sample], config: SchedulerConfig) -> CostModel:
     if len(plain) == len(samples):
         return CostModel(rows, seconds, per_context, per_sequence=per_sequence)
     drafting = _Drafting(samples)
+    per_row, reading = drafting.reading()
     sequences = buckets_up_to(config.max_num_seqs, SEQUENCE_BUCKETS)
     return CostModel(
         rows,
@@ -348,9 +357,11 @@ def _fit(samples: Sequence[_Sample], config: SchedulerConfig) -> CostModel:
         per_context,
         sequences,
         _at_buckets(sequences, drafting.passes()),
-        drafting.per_row(),
+        per_row,
         per_sequence,
         _at_buckets(sequences, drafting.first_passes()),
+        first_rows,
+        reading,
     )
 
 
@@ -387,14 +398,14 @@ class _Drafting:
         # What a step without drafts spends before its forward is no price of drafting.
         without = {s.shape.sequences: s.draft for s in samples if s.shape.decodes}
         self._by_depth: dict[int, dict[int, float]] = {}
-        self._reading: tuple[int, float] | None = None
+        self._reading: dict[int, float] = {}  # by rows
         for sample in samples:
             shape = sample.shape
             if shape.method is not Method.DRAFT_MODEL:
                 continue
             seconds = max(0.0, sample.draft - without.get(shape.sequences, 0.0))
             if shape.read_ahead:
-                self._reading = shape.read_ahead, seconds
+                self._reading[shape.read_ahead] = seconds
             else:
                 self._by_depth.setdefault(shape.passes, {})[shape.sequences] = seconds
 
@@ -413,11 +424,16 @@ class _Drafting:
             if (first := self._by_depth[few].get(count)) is not None
         }
 
-    def per_row(self) -> float:
-        if self._reading is None:
-            return 0.0
-        rows, taken = self._reading
-        return max(0.0, taken - self._by_depth[FEW_PASSES][1]) / rows
+    def reading(self) -> tuple[float, float]:
+        """Seconds of a row that is read besides; and of a forward of such rows, if that is one of its own."""
+        taken = {rows: max(0.0, seconds - self._by_depth[FEW_PASSES][1]) for rows, seconds in self._reading.items()}
+        if not taken:
+            return 0.0, 0.0
+        few, many = min(taken), max(taken)
+        if few == many:
+            return taken[many] / many, 0.0
+        per_row = max(0.0, taken[many] - taken[few]) / (many - few)
+        return per_row, max(0.0, taken[few] - few * per_row)
 
 
 def _at_buckets(buckets: Sequence[int], measured: dict[int, float]) -> list[float]:

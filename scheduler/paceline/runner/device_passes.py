@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from paceline.models import Model
-from paceline.runner import input_batch
 from paceline.runner.device_step import DeviceStep
-from paceline.runner.graphs import ROW_BUCKETS, SEQUENCE_BUCKETS, Graphs, bucket
+from paceline.runner.graphs import READ_BUCKETS, ROW_BUCKETS, SEQUENCE_BUCKETS, Graphs, bucket
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.stage import Stage
+from paceline.speculation.ngram_index import LONGEST
 from paceline_kernels import PagedBatch
-from paceline_kernels.triton.rows import draft_rows, step_rows
-from paceline_kernels.triton.state import SequenceTable, StepInput, StepOutput
+from paceline_kernels.triton import ngrams
+from paceline_kernels.triton.rows import draft_rows, read_rows, step_rows
+from paceline_kernels.triton.state import FIRST_PASS_ROWS, SequenceTable, StepInput, StepOutput
 from paceline_kernels.triton.verification import choose_drafts, judge
 
-FIRST_PASS_ROWS: Final = 2  # of each sequence in the draft model's first pass
 COMPILED_RUNS: Final = (1, 2, 4, 8, 16, 24, 40, 64, 512)  # rows of the longest run, by which kernels differ
 
 
@@ -36,6 +36,7 @@ class DevicePasses:
 
     Args:
         table: of the sequences; the device changes it, and whoever tells it of new ones.
+        looks_up: n-grams may draft.
         max_num_seqs, max_num_batched_tokens, max_depth: of any step.
 
     Attributes:
@@ -48,12 +49,13 @@ class DevicePasses:
         draft: ModelAndKV | None,
         table: SequenceTable,
         *,
+        looks_up: bool,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_depth: int,
     ) -> None:
         device = target.model.device
-        self._target, self._draft, self._table = target, draft, table
+        self._target, self._draft, self._table, self._looks_up = target, draft, table, looks_up
         self._max_depth = max_depth
         self._graphs = Graphs(device)
         self._pass_index = torch.zeros(1, dtype=torch.int32, device=device)
@@ -70,11 +72,15 @@ class DevicePasses:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def catch_up(self, runs: Sequence[input_batch.Run]) -> None:
-        """Let the draft model read."""
-        assert self._draft is not None
-        model, cache = self._draft
-        model.forward(*input_batch.flatten(runs, cache.block_size, model.device), cache)
+    def catch_up(self, sent: StepInput, num_read: int) -> None:
+        """Let the draft model read what it has not, in that many rows; there may be none."""
+        if not num_read:
+            return
+        work = self._reading(sent, num_read)
+        if num_read in READ_BUCKETS:
+            self._graphs.run(("catch up", num_read), work)
+        else:
+            work()
 
     def draft(self, sent: StepInput, depths: Sequence[int]) -> None:
         """All passes of the draft model, each over the sequences whose depth goes beyond it.
@@ -111,6 +117,15 @@ class DevicePasses:
         """What was brought back, once it is there."""
         return StepOutput.view(landing, num_seqs, self._max_depth)
 
+    def _reading(self, sent: StepInput, num_read: int) -> Callable[[], None]:
+        assert self._draft is not None
+        model, cache = self._draft
+
+        def work() -> None:
+            model.forward(*read_rows(self._table, sent, num_read, cache.block_size, num_read), cache)
+
+        return work
+
     def _draft_pass(self, sent: StepInput, size: int, *, first: bool) -> Callable[[], None]:
         assert self._draft is not None
         model, cache = self._draft
@@ -132,6 +147,8 @@ class DevicePasses:
     def _forward_and_judge(self, sent: StepInput, max_rows: int, wanted: Tensor | None) -> None:
         """Forward, logits of the wanted rows or of all, and verdicts."""
         model, cache = self._target
+        if self._looks_up:
+            ngrams.propose(self._table, sent, LONGEST)
         token_ids, batch = step_rows(self._table, sent, cache.block_size, max_rows)
         hidden = model.forward(token_ids, batch, cache)
         logits = model.logits(hidden if wanted is None else hidden[wanted])
@@ -157,7 +174,7 @@ class DevicePasses:
                 progress(done, len(jobs))
 
     def _compile(self, model: Model, cache: KVCache) -> None:
-        """Have kernels compiled for what is not recorded: prompts, and a draft model that catches up."""
+        """Have kernels compiled for what is not recorded: prompts, which a draft model reads, too."""
         device = model.device
         for seqs, rows in itertools.product(self._buckets, COMPILED_RUNS):
             starts = torch.full((seqs + 1,), rows, dtype=torch.int32, device=device)
@@ -194,10 +211,15 @@ class DevicePasses:
         return job
 
     def _pass_jobs(self) -> Iterator[Callable[[], None]]:
-        """One for each pass that `draft` replays."""
+        """One for each pass that `catch_up` and `draft` replay."""
         if self._draft is not None and self._max_depth:
+            for rows in reversed(READ_BUCKETS):
+                yield self._reading_job(rows)
             for size, first in itertools.product(reversed(self._buckets), (True, False)):
                 yield self._pass_job(size, first)
+
+    def _reading_job(self, rows: int) -> Callable[[], None]:
+        return lambda: self.catch_up(self._padding(1, 1), rows)
 
     def _pass_job(self, size: int, first: bool) -> Callable[[], None]:
         def job() -> None:

@@ -4,8 +4,8 @@
     launch n + 1  while step n runs
     result n      what was accepted comes back, and the mirrors of the sequences follow
 
-What a sequence's newest tokens are, the host learns a step late. Steps in which it has to know them before (n-grams,
-grammars, penalties, logprobs, a draft model far behind) wait for the step before them.
+What a sequence's newest tokens are, the host learns a step late. Steps in which it has to know them before (grammars,
+penalties, logprobs) wait for the step before them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from paceline.core.method import DRAFT_MODEL, NGRAM
+from paceline.core.method import NGRAM
 from paceline.core.plan import Done, Pending, SequenceResult, StepPlan, StepResult
-from paceline.runner.device_passes import FIRST_PASS_ROWS, DevicePasses, ModelAndKV
+from paceline.runner.device_passes import DevicePasses, ModelAndKV
 from paceline.runner.device_step import DeviceStep, Part
-from paceline.runner.input_batch import Run
 from paceline.runner.marks import Marks
 from paceline.runner.memory import give_back
 from paceline.runner.model_runner import ModelRunner
@@ -35,7 +34,6 @@ from paceline_kernels.triton.state import SequenceTable
 logger = logging.getLogger(__name__)
 
 SPARE_SEATS: Final = 8  # for who has finished, but was not released yet when a measured step fills all others
-MOST_UNPLANNED: Final = 64  # tokens that a draft model reads beyond its plan, which did not know how far it was
 LOW_31: Final = 0x7FFFFFFF
 
 
@@ -83,20 +81,16 @@ class DeviceRunner:
     ) -> None:
         self.host = host
         self._device = host.model.device
-        self._has_draft_model = draft is not None
         max_blocks = -(-max_model_len // host.kv_cache.block_size) + 1
-        table = SequenceTable.allocate(
-            max_num_seqs + SPARE_SEATS,
-            max_blocks,
-            max_depth,
-            host.model.config.vocab_size if self._has_draft_model else 1,
-            self._device,
-        )
+        vocab = 1 if draft is None else host.model.config.vocab_size
+        seats, longest = max_num_seqs + SPARE_SEATS, max_model_len + max_depth + 1
+        table = SequenceTable.allocate(seats, longest, max_blocks, max_depth, vocab, self._device)
         self._seats = Seats(table)
         self._passes = DevicePasses(
             ModelAndKV(host.model, host.kv_cache),
             draft,
             table,
+            looks_up=NGRAM in host.drafters,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_depth=max_depth,
@@ -135,7 +129,7 @@ class DeviceRunner:
             give_back(self._device)
         result = self.host.compute(plan)
         for work in plan.work:
-            self._seats[work.request_id].moved()
+            self._seats[work.request_id].stale = True
         return Done(result)
 
     def collect(self, launched: _Launched) -> StepResult:
@@ -172,79 +166,22 @@ class DeviceRunner:
         marks = Marks(self._device)
         self._turn = (self._turn + 1) % MAX_LAUNCHED
         parts = [Part(self._seats[work.request_id], work) for work in plan.work]
-        if any(self._must_know(part) for part in parts):
-            self._finish_all()
-        proposals = self._propose(parts)
-        self._seats.tell(part.seat for part in parts)
-        self._seats.tell_drafts(proposals)
-        self._catch_up(parts, marks)
+        self._seats.tell([part.seat for part in parts])
         step = DeviceStep(parts)
         stage, size = self._passes.stage, (step.num_seqs, step.num_rows)
         step.lay_out(stage.begin(self._turn, *size), (*self._seed, plan.step_id & LOW_31, 0))
         marks.begin()
         sent = stage.send(self._turn, *size)
+        self._passes.catch_up(sent, step.num_read)
         self._passes.draft(sent, step.depths)
         marks.drafted()
         self._passes.verify(sent, step)
         landing = self._landings[self._turn]
         self._passes.bring_back(landing, step.num_seqs)
         marks.ended()
-        for part in parts:
-            part.seat.look_ahead(part.work, part.read)
         launched = _Launched(self, plan.step_id, parts, landing, step.num_seqs, marks)
         self._launched.append(launched)
         return launched
-
-    def _must_know(self, part: Part) -> bool:
-        """The host cannot lay out this part before the step that runs is through."""
-        seat, work = part.seat, part.work
-        if not seat.num_launched:
-            return False
-        if work.method is NGRAM or not work.num_drafts:
-            return bool(work.num_drafts or work.draft_catch_up)
-        running = self._launched[-1].parts if self._launched else ()
-        return not any(other.seat is seat and other.drafts_by_model for other in running)
-
-    def _propose(self, parts: Sequence[Part]) -> dict[int, list[int]]:
-        """Settle how many drafts each part has. Those that n-grams propose, by seat."""
-        proposals: dict[int, list[int]] = {}
-        looked_up = []
-        for part in parts:
-            if not part.work.num_drafts:
-                continue
-            if part.work.method is NGRAM:
-                looked_up.append(part)
-            else:
-                part.num_drafts = part.work.num_drafts
-        if looked_up:
-            drafts = self.host.drafters[NGRAM].propose([(part.seat.sequence, part.work) for part in looked_up])
-            for part, draft in zip(looked_up, drafts, strict=True):
-                part.num_drafts = len(draft.token_ids)
-                proposals[part.seat.index] = draft.token_ids
-        return proposals
-
-    def _catch_up(self, parts: Sequence[Part], marks: Marks) -> None:
-        """Let the draft model read what it has not: all of it, or all but what its first pass reads anyway."""
-        if not self._has_draft_model:
-            return
-        runs: list[Run] = []
-        for part in parts:
-            seat, work = part.seat, part.work
-            if work.method is not DRAFT_MODEL or not work.draft_catch_up or seat.num_launched:
-                continue
-            known = seat.computed + work.num_tokens
-            end = min(known, seat.draft_computed + work.draft_catch_up)
-            if part.num_drafts and known - end > MOST_UNPLANNED:
-                part.num_drafts = 0  # it cannot get to where drafts begin
-            elif part.num_drafts:
-                end = known - FIRST_PASS_ROWS
-            if end > seat.draft_computed:
-                tokens = seat.sequence.token_ids[seat.draft_computed : end]
-                runs.append(Run(seat.sequence.block_ids, seat.draft_computed, tokens))
-                part.read = len(tokens)
-        if runs:
-            marks.begin()
-            self._passes.catch_up(runs)
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -264,28 +201,29 @@ class DeviceRunner:
         self._launched.popleft()
 
     def _commit(self, part: Part, accepted: int, tokens: list[int], labels: list[float]) -> SequenceResult:
-        """Advance the mirror of one sequence by its part of a step."""
+        """Advance the mirror of one sequence by its part of a step, as the device has advanced the table."""
         seat, work, sequence = part.seat, part.work, part.seat.sequence
-        depth = part.num_drafts
-        sequence.num_draft_computed += part.read
+        until = sequence.num_computed + part.read_until
+        read = max(sequence.num_draft_computed, min(sequence.num_draft_computed + part.num_read, until))
+        sequence.num_draft_computed = read
         if not work.samples:
             sequence.commit(work, [], 0)
             return SequenceResult(work.request_id, num_draft_computed=sequence.num_draft_computed)
-        if part.drafts_by_model:
-            sequence.num_draft_computed = len(sequence) + depth - 1
+        if part.drafts_by_model and read >= until:
+            sequence.num_draft_computed = len(sequence) + work.num_drafts - 1
         lives = self.host.sequences.get(work.request_id) is sequence
         scorer = self.host.scorer if work.scores_ngram and lives else None
         scored: tuple[float, ...] = ()
         if scorer is not None and not (work.num_drafts and work.method is NGRAM):
             scored = scorer.score(sequence, tokens)
         sequence.commit(work, tokens, accepted)
-        seat.landed()
+        seat.tokens_told = len(sequence)
         return SequenceResult(
             work.request_id,
             tuple(tokens),
-            num_drafted=depth,
+            num_drafted=work.num_drafts,
             num_accepted=accepted,
-            acceptance=tuple(labels[: min(accepted + 1, depth)]),
+            acceptance=tuple(labels[: min(accepted + 1, work.num_drafts)]),
             scored=scored,
             match=0 if scorer is None else scorer.match(sequence),
             num_draft_computed=sequence.num_draft_computed,

@@ -61,9 +61,11 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def drawn_bytes(max_num_seqs: int, max_depth: int, vocab: int) -> int:
-    """Of the distributions that the drafts of a step were drawn from, which stay on the GPU until they are judged."""
-    return 4 * max_num_seqs * max_depth * vocab
+def table_bytes(max_num_seqs: int, max_depth: int, max_model_len: int, drawn_vocab: int) -> int:
+    """Of what a GPU keeps of each sequence besides KV: its text, and the distributions that the drafts of a step were
+    drawn from until they are judged.
+    """
+    return 4 * max_num_seqs * (max_model_len + max_depth * drawn_vocab)
 
 
 def measure(models: Sequence[Model], step: LargestStep) -> Measured:

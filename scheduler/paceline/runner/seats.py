@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.core.params import SequenceParams, Verification
-from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.runner.positions import LOW_HALF
 from paceline.runner.sampler import temperature_of
@@ -33,66 +34,23 @@ class Seat:
 
     Attributes:
         sequence: its mirror, which knows what has been collected.
-        num_launched: steps that sample for it, launched and not collected: while there are any, only the device knows
-            where it stands.
-        computed, draft_computed: leading tokens that have target and draft KV once all launched steps are through, as
-            long as none of them samples.
-        stale: the table does not have its row yet, or no longer.
-        blocks_told: block ids that the table has.
+        stale: the table does not have its facts yet, or no longer.
+        blocks_told, tokens_told: block ids that the table has; tokens that it has once all launched steps are through,
+            and collected.
         plain: see `is_plain`.
     """
 
-    __slots__ = (
-        "blocks_told",
-        "computed",
-        "constants",
-        "draft_computed",
-        "index",
-        "num_launched",
-        "plain",
-        "sequence",
-        "stale",
-    )
+    __slots__ = ("blocks_told", "constants", "index", "plain", "sequence", "stale", "tokens_told")
 
     def __init__(self, index: int, sequence: Sequence) -> None:
         params = sequence.params
         self.index = index
         self.sequence = sequence
-        self.num_launched = 0
-        self.computed = sequence.num_computed
-        self.draft_computed = sequence.num_draft_computed
         self.stale = True
         self.blocks_told = 0
+        self.tokens_told = 0
         self.plain = is_plain(params)
         self.constants = _constants(params)
-
-    def look_ahead(self, work: SequenceWork, draft_read: int) -> None:
-        """A step is launched: where the sequence will be, as far as the host can tell.
-
-        Args:
-            draft_read: known tokens that the draft model reads in it, besides those it drafts from.
-        """
-        self.draft_computed += draft_read
-        if work.samples:
-            self.num_launched += 1
-        else:
-            self.computed += work.num_tokens
-
-    def landed(self) -> None:
-        """The mirror has advanced by a launched step that samples."""
-        self.num_launched -= 1
-        if not self.num_launched:
-            self._look()
-
-    def moved(self) -> None:
-        """The mirror has advanced by a step that was not launched, and of which the table knows nothing."""
-        self._look()
-        self.stale = True
-        self.blocks_told = 0  # telling may have failed
-
-    def _look(self) -> None:
-        self.computed = self.sequence.num_computed
-        self.draft_computed = self.sequence.num_draft_computed
 
 
 class Seats:
@@ -112,39 +70,39 @@ class Seats:
     def leave(self, request_id: int) -> None:
         self._free.append(self._taken.pop(request_id).index)
 
-    def tell(self, seats: Iterable[Seat]) -> None:
-        """Write to the table what it does not know of these sequences: new blocks, and the facts of those stale."""
-        table, device = self.table, self.table.facts.device
-        stale: list[Seat] = []
-        blocks: list[tuple[int, int, int]] = []
-        for seat in seats:
-            ids = seat.sequence.block_ids
-            if len(ids) > seat.blocks_told:
-                index = seat.index
-                blocks.extend((index, i, ids[i]) for i in range(seat.blocks_told, len(ids)))
-                seat.blocks_told = len(ids)
-            if seat.stale:
-                stale.append(seat)
-                seat.stale = False
-        if blocks:
-            rows, columns, values = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True).unbind(1)
-            table.block_tables[rows.long(), columns.long()] = values
+    def tell(self, seats: Seq[Seat]) -> None:
+        """Write to the table what it does not know of these sequences: new blocks; of those stale, for which nothing is
+        launched, facts and new tokens.
+        """
+        table = self.table
+        grown = [seat for seat in seats if len(seat.sequence.block_ids) > seat.blocks_told]
+        if grown:
+            news = [(seat.index, seat.blocks_told, seat.sequence.block_ids[seat.blocks_told :]) for seat in grown]
+            _write(table.block_tables, news)
+        stale = [seat for seat in seats if seat.stale]
         if stale:
+            tokens = [(seat.index, seat.tokens_told, seat.sequence.token_ids[seat.tokens_told :]) for seat in stale]
+            _write(table.texts, tokens)
             facts = np.stack([_facts(seat) for seat in stale])
-            rows = torch.tensor([seat.index for seat in stale]).to(device, non_blocking=True)
-            table.facts[rows] = torch.from_numpy(facts).to(device, non_blocking=True)
+            rows = torch.tensor([seat.index for seat in stale]).to(table.facts.device, non_blocking=True)
+            table.facts[rows] = torch.from_numpy(facts).to(table.facts.device, non_blocking=True)
+        # Where memory ends meanwhile, all of it is told again.
+        for seat in grown:
+            seat.blocks_told = len(seat.sequence.block_ids)
+        for seat in stale:
+            seat.tokens_told, seat.stale = len(seat.sequence), False
 
-    def tell_drafts(self, proposals: Mapping[int, list[int]]) -> None:
-        """Write drafts that the host has found, by seat, to where the device looks for its own."""
-        found = {index: tokens for index, tokens in proposals.items() if tokens}
-        if not found:
-            return
-        drafts, device = self.table.drafts, self.table.drafts.device
-        rows = np.concatenate([np.full(len(tokens), index) for index, tokens in found.items()])
-        columns = np.concatenate([np.arange(len(tokens)) for tokens in found.values()])
-        values = np.concatenate([np.array(tokens, dtype=np.int32) for tokens in found.values()])
-        where = torch.from_numpy(np.stack([rows, columns])).to(device)
-        drafts[where[0], where[1]] = torch.from_numpy(values).to(device)
+
+def _write(table: Tensor, values: Iterable[tuple[int, int, list[int]]]) -> None:
+    """Into rows of a table on the device, each from a column on: (row, column, values)."""
+    rows, columns, flat = [], [], []
+    for row, first, some in values:
+        rows.append(np.full(len(some), row))
+        columns.append(np.arange(first, first + len(some)))
+        flat.append(np.array(some, dtype=np.int64))
+    where = torch.from_numpy(np.stack([np.concatenate(part) for part in (rows, columns, flat)]))
+    there = where.to(table.device, non_blocking=True)  # [3, num_values]
+    table[there[0], there[1]] = there[2].to(table.dtype)
 
 
 def _constants(params: SequenceParams) -> list[int]:
@@ -165,11 +123,9 @@ def _constants(params: SequenceParams) -> list[int]:
 
 
 def _facts(seat: Seat) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    tokens = seat.sequence.token_ids
     row = np.array(seat.constants, dtype=np.int32)
-    row[Column.COMPUTED] = seat.computed
-    row[Column.NEWEST] = tokens[-1]
-    row[Column.PREVIOUS] = tokens[-2] if len(tokens) > 1 else 0
+    row[Column.COMPUTED] = seat.sequence.num_computed
+    row[Column.DRAFT_COMPUTED] = seat.sequence.num_draft_computed
     return row
 
 

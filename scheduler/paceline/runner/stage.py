@@ -21,23 +21,26 @@ class StepArrays:
         self.seats = _array(step.seats)
         self.num_tokens = _array(step.num_tokens)
         self.num_drafts = _array(step.num_drafts)
+        self.num_read = _array(step.num_read)
         self.one_hot = _array(step.one_hot)
         self.query_starts = _array(step.query_starts)
         self.logit_starts = _array(step.logit_starts)
         self.row_sequences = _array(step.row_sequences)
         self.logit_sequences = _array(step.logit_sequences)
-        self.host_tokens = _array(step.host_tokens)
         self.draft_seats = _array(step.draft_seats)
         self.draft_depths = _array(step.draft_depths)
+        self.read_seats = _array(step.read_seats)
+        self.read_until = _array(step.read_until)
+        self.read_starts = _array(step.read_starts)
         self.noise_key = _array(step.noise_key)
 
     def clear(self) -> None:
         """Fill in what stands for padding: a step in which nothing happens."""
-        for array in (self.num_tokens, self.num_drafts, self.one_hot, self.draft_depths):
+        for array in (self.num_tokens, self.num_drafts, self.num_read, self.one_hot, self.draft_depths):
             array.fill(0)
-        for array in (self.seats, self.row_sequences, self.logit_sequences, self.host_tokens, self.draft_seats):
+        for array in (self.seats, self.row_sequences, self.logit_sequences, self.draft_seats, self.read_seats):
             array.fill(-1)
-        for array in (self.query_starts, self.logit_starts):
+        for array in (self.query_starts, self.logit_starts, self.read_starts, self.read_until):
             array.fill(0)
 
 

@@ -16,10 +16,10 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.engine import AsyncEngine, Engine, forward_worker
 from paceline.errors import EngineDead, PacelineError
+from paceline.garbage import collect_rarely
 from paceline.server.admin_service import ADMIN_SERVICE, AdminService
 from paceline.server.auth import KeyGate
 from paceline.server.calls import Calls, Gate, OpenGate
-from paceline.server.garbage import collect_rarely
 from paceline.server.generation import SERVICE_NAME, GenerationService
 from paceline.server.health import Health
 from paceline.server.live import LiveGenerations

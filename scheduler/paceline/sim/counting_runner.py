@@ -83,7 +83,7 @@ class CountingRunner:
                 depths.append(work.num_drafts)
         counts = np.bincount(depths)[1:] if depths else np.zeros(0, np.int64)
         passes = tuple(np.cumsum(counts[::-1])[::-1].tolist())
-        shape = StepShape(rows, context, passes, max(0, read - drafting), sequences=len(works))
+        shape = StepShape(rows, context, passes, max(0, read - self.costs.first_rows * drafting), sequences=len(works))
         total = self.costs.step(shape)
         target = self.costs.target(rows, context, len(works))
         self.clock.advance(total)
