@@ -29,9 +29,11 @@ def step_rows(table: SequenceTable, step: StepInput, block_size: int, max_rows: 
         table.facts,
         table.texts,
         table.block_tables,
+        table.proposals,
         table.drafts,
         step.seats,
         step.num_tokens,
+        step.one_hot,
         step.query_starts,
         step.row_sequences,
         token_ids,
@@ -43,11 +45,21 @@ def step_rows(table: SequenceTable, step: StepInput, block_size: int, max_rows: 
         table.facts.stride(0),
         table.texts.stride(0),
         table.block_tables.stride(0),
+        table.proposals.stride(0),
         table.drafts.stride(0),
         block_size,
         BLOCK=BLOCK,
     )
     return token_ids, _batch(table, step.seats, step.query_starts, context_lens, block_size, max_rows, positions, slots)
+
+
+def logit_rows(step: StepInput, count: int) -> Tensor:
+    """Which rows of the forward have logits, [count] int64; 0 for padding."""
+    rows = torch.empty(count, dtype=torch.int64, device=step.seats.device)
+    _logit_rows[(triton.cdiv(count, BLOCK),)](
+        step.num_tokens, step.query_starts, step.logit_starts, step.logit_sequences, rows, count, BLOCK=BLOCK
+    )
+    return rows
 
 
 def draft_rows(
@@ -157,9 +169,11 @@ def _step_rows(
     facts,
     texts,
     block_tables,
+    proposals,
     drafts,
     seats,
     num_tokens,
+    one_hot,
     query_starts,
     row_sequences,
     token_ids,
@@ -171,6 +185,7 @@ def _step_rows(
     facts_stride,
     texts_stride,
     table_stride,
+    proposals_stride,
     drafts_stride,
     block_size,
     BLOCK: tl.constexpr,
@@ -187,9 +202,11 @@ def _step_rows(
         known = tl.load(num_tokens + sequence, mask=real, other=1)
         position = tl.load(facts + seat * facts_stride + COMPUTED, mask=real, other=0) + offset
         is_draft = real & (offset >= known)
-        draft = tl.load(drafts + seat * drafts_stride + offset - known, mask=is_draft, other=0)
+        proposed = is_draft & (tl.load(one_hot + sequence, mask=real, other=0) != 0)
+        drafted = is_draft & (proposed == 0)
         token = tl.load(texts + seat.to(tl.int64) * texts_stride + position, mask=real & (offset < known), other=0)
-        token = tl.where(is_draft, draft, token)
+        token += tl.load(proposals + seat * proposals_stride + offset - known, mask=proposed, other=0)
+        token += tl.load(drafts + seat * drafts_stride + offset - known, mask=drafted, other=0)
         block = tl.load(block_tables + seat.to(tl.int64) * table_stride + position // block_size, mask=real, other=0)
         slot = block.to(tl.int64) * block_size + position % block_size
         tl.store(token_ids + rows, token.to(tl.int64), mask=inside)
@@ -204,6 +221,17 @@ def _step_rows(
         begin = tl.load(query_starts + index, mask=real, other=0)
         end = tl.load(query_starts + index + 1, mask=real, other=0)
         tl.store(context_lens + index, computed + end - begin, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _logit_rows(num_tokens, query_starts, logit_starts, logit_sequences, rows, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    sequence = tl.load(logit_sequences + index, mask=inside, other=-1)
+    real = sequence >= 0
+    last_known = tl.load(query_starts + sequence, mask=real, other=0) + tl.load(num_tokens + sequence, mask=real) - 1
+    row = last_known + index - tl.load(logit_starts + sequence, mask=real, other=0)
+    tl.store(rows + index, tl.where(real, row, 0).to(tl.int64), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])

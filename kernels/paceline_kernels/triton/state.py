@@ -21,7 +21,7 @@ FIRST_PASS_ROWS: Final = 2  # of each sequence in the draft model's first pass: 
 
 
 class Column(enum.IntEnum):
-    """int32 each; those from TEMPERATURE on hold the bits of a float32."""
+    """int32 each; TEMPERATURE, TOP_P, MIN_P and TYPICAL_P hold the bits of a float32."""
 
     COMPUTED = 0  # leading tokens that have target KV; in a decode all known tokens but the newest
     DRAFT_COMPUTED = 1  # leading tokens that have draft KV
@@ -34,6 +34,7 @@ class Column(enum.IntEnum):
     TOP_P = 8
     MIN_P = 9
     TYPICAL_P = 10
+    MATCH = 11  # tokens that agree with the text's end where its proposals come from; 0 if there are none
 
 
 class Rule(enum.IntEnum):
@@ -61,13 +62,15 @@ class SequenceTable:
         facts: [seats, COLUMNS] int32, by `Column`.
         texts: known tokens, [seats, longest] int32; what stands behind them is undefined.
         block_tables: [seats, max_blocks] int32.
-        drafts: tokens of the step that is being made, [seats, max_depth] int32.
+        proposals: what a text may go on with by its n-grams, [seats, max_depth + 1] int32.
+        drafts: of the step that is being made, by the draft model, [seats, max_depth] int32.
         probs: what they were drawn from, where they were drawn, [seats, max_depth, vocab] float32.
     """
 
     facts: Tensor
     texts: Tensor
     block_tables: Tensor
+    proposals: Tensor
     drafts: Tensor
     probs: Tensor
 
@@ -85,6 +88,7 @@ class SequenceTable:
             torch.zeros(seats, COLUMNS, dtype=torch.int32, device=device),
             torch.zeros(seats, longest, dtype=torch.int32, device=device),
             torch.zeros(seats, max_blocks, dtype=torch.int32, device=device),
+            torch.zeros(seats, depth + 1, dtype=torch.int32, device=device),
             torch.zeros(seats, depth, dtype=torch.int32, device=device),
             torch.zeros(seats, depth, vocab, device=device),
         )
@@ -101,7 +105,8 @@ class StepInput:
         seats: [num_seqs], -1 for padding.
         num_tokens, num_drafts: [num_seqs]; 0 for padding.
         num_read: tokens that the draft model reads at most, besides those it drafts from, [num_seqs].
-        one_hot: its drafts were chosen, not drawn, [num_seqs]: 0 or 1.
+        one_hot: its drafts are its proposals, and not drawn, [num_seqs]: 0 or 1.
+        looks_up: n-grams are looked up behind it, [num_seqs]: 0 or 1.
         query_starts: rows of sequence i are query_starts[i]:query_starts[i + 1], [num_seqs + 1].
         logit_starts: its rows of logits, likewise; none if it does not sample.
         row_sequences: to which sequence each row belongs, [num_rows], -1 for padding.
@@ -124,6 +129,7 @@ class StepInput:
     num_drafts: Tensor
     num_read: Tensor
     one_hot: Tensor
+    looks_up: Tensor
     query_starts: Tensor
     logit_starts: Tensor
     row_sequences: Tensor
@@ -141,7 +147,7 @@ class StepInput:
 
     @staticmethod
     def _lengths(most_seqs: int, num_seqs: int, num_rows: int) -> list[int]:
-        return [*[most_seqs] * 4, most_seqs + 1, 4, *[num_seqs] * 5, *[num_seqs + 1] * 2, *[num_rows] * 2]
+        return [*[most_seqs] * 4, most_seqs + 1, 4, *[num_seqs] * 6, *[num_seqs + 1] * 2, *[num_rows] * 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +158,16 @@ class StepOutput:
         num_accepted: [num_seqs]; 0 where nothing was sampled.
         tokens: accepted drafts and the token behind them, [num_seqs, max_depth + 1]; what stands behind is undefined.
         labels: bits of float32, the acceptance of each draft, [num_seqs, max_depth], read up to the first rejection.
+        scored: how many of the tokens, from the first on, were what n-grams proposed, [num_seqs]; -1 if they proposed
+            nothing or were not looked up.
+        match: `Column.MATCH` behind the step, [num_seqs]; 0 if it was not looked up.
     """
 
     num_accepted: Tensor
     tokens: Tensor
     labels: Tensor
+    scored: Tensor
+    match: Tensor
 
     @classmethod
     def size(cls, num_seqs: int, max_depth: int) -> int:
@@ -165,12 +176,13 @@ class StepOutput:
 
     @classmethod
     def view(cls, buffer: Tensor, num_seqs: int, max_depth: int) -> StepOutput:
-        accepted, tokens, labels = _parts(buffer, cls._lengths(num_seqs, max_depth))
-        return cls(accepted, tokens.view(num_seqs, max_depth + 1), labels.view(num_seqs, max_depth))
+        accepted, tokens, labels, scored, match = _parts(buffer, cls._lengths(num_seqs, max_depth))
+        tokens, labels = tokens.view(num_seqs, max_depth + 1), labels.view(num_seqs, max_depth)
+        return cls(accepted, tokens, labels, scored, match)
 
     @staticmethod
     def _lengths(num_seqs: int, max_depth: int) -> list[int]:
-        return [num_seqs, num_seqs * (max_depth + 1), num_seqs * max_depth]
+        return [num_seqs, num_seqs * (max_depth + 1), num_seqs * max_depth, num_seqs, num_seqs]
 
 
 def _parts(buffer: Tensor, lengths: list[int]) -> list[Tensor]:

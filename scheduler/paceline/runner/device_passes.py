@@ -9,15 +9,16 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.core.plan import LONGEST_MATCH
 from paceline.models import Model
 from paceline.runner.device_step import DeviceStep
-from paceline.runner.graphs import READ_BUCKETS, ROW_BUCKETS, SEQUENCE_BUCKETS, Graphs, bucket
+from paceline.runner.graphs import READ_BUCKETS, ROW_BUCKETS, SEQUENCE_BUCKETS, Graphs, Size, StepSizes, bucket
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.stage import Stage
 from paceline.speculation.ngram_index import LONGEST
 from paceline_kernels import PagedBatch
-from paceline_kernels.triton import ngrams
-from paceline_kernels.triton.rows import draft_rows, read_rows, step_rows
+from paceline_kernels.triton.ngrams import look_up, score_and_look_up
+from paceline_kernels.triton.rows import draft_rows, logit_rows, read_rows, step_rows
 from paceline_kernels.triton.state import FIRST_PASS_ROWS, SequenceTable, StepInput, StepOutput
 from paceline_kernels.triton.verification import choose_drafts, judge
 
@@ -41,6 +42,7 @@ class DevicePasses:
 
     Attributes:
         stage: in which steps are laid out.
+        sizes: of the steps that are recorded.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class DevicePasses:
         self._max_depth = max_depth
         self._graphs = Graphs(device)
         self._pass_index = torch.zeros(1, dtype=torch.int32, device=device)
-        most = bucket(max_num_seqs, SEQUENCE_BUCKETS) or max_num_seqs
-        self._buckets = [size for size in SEQUENCE_BUCKETS if size <= most]
+        self.sizes = StepSizes(max_num_seqs, max_depth)
+        most = self.sizes.most
+        self._buckets = self.sizes.sequences
         self._starts = {n: torch.arange(0, n * most + 1, n, dtype=torch.int32, device=device) for n in (1, 2)}
         self.stage = Stage(device, most, max(max_num_batched_tokens, ROW_BUCKETS[-1]))
         self._output = torch.zeros(StepOutput.size(most, max_depth), dtype=torch.int32, device=device)
@@ -71,6 +74,11 @@ class DevicePasses:
         return len(self._output)
 
     # -- steps --------------------------------------------------------------------------------------------------------
+
+    def look_up(self, seats: Sequence[int]) -> None:
+        """What n-grams propose for sequences that were not in the step before; there may be none."""
+        if seats and self._looks_up:
+            look_up(self._table, torch.tensor(seats).to(self._output.device), LONGEST, LONGEST_MATCH)
 
     def catch_up(self, sent: StepInput, num_read: int) -> None:
         """Let the draft model read what it has not, in that many rows; there may be none."""
@@ -100,13 +108,9 @@ class DevicePasses:
     def verify(self, sent: StepInput, step: DeviceStep) -> None:
         """The forward of the target, and what its logits say of every sequence."""
         if step.replayed:
-            most = 1 if step.longest == 1 else 1 + self._max_depth
-            key = ("step", step.num_seqs, step.num_rows, most)
-            self._graphs.run(key, lambda: self._forward_and_judge(sent, most, None))
-            return
-        # Somebody has to tell the table how far sequences are, also where there are no logits.
-        rows = torch.tensor(step.logit_rows() or [0]).to(self._target.model.device, non_blocking=True)
-        self._forward_and_judge(sent, step.longest, rows)
+            self._graphs.run(step.size, lambda: self._forward_and_judge(sent, step.size))
+        else:
+            self._forward_and_judge(sent, step.size)
 
     def bring_back(self, landing: Tensor, num_seqs: int) -> None:
         """Copy the output of the last step to the host, as soon as it is there."""
@@ -144,15 +148,19 @@ class DevicePasses:
 
         return work
 
-    def _forward_and_judge(self, sent: StepInput, max_rows: int, wanted: Tensor | None) -> None:
-        """Forward, logits of the wanted rows or of all, and verdicts."""
+    def _forward_and_judge(self, sent: StepInput, size: Size) -> None:
+        """Forward, logits and verdicts, and what n-grams propose behind them. Somebody has to tell the table how far
+        sequences are, so there are logits even where nobody samples.
+        """
         model, cache = self._target
-        if self._looks_up:
-            ngrams.propose(self._table, sent, LONGEST)
-        token_ids, batch = step_rows(self._table, sent, cache.block_size, max_rows)
+        token_ids, batch = step_rows(self._table, sent, cache.block_size, size.longest)
         hidden = model.forward(token_ids, batch, cache)
-        logits = model.logits(hidden if wanted is None else hidden[wanted])
-        judge(logits, token_ids, self._table, sent, self.read(self._output, len(sent.seats)))
+        if size.num_logits is not None:
+            hidden = hidden[logit_rows(sent, size.num_logits)]
+        output = self.read(self._output, len(sent.seats))
+        judge(model.logits(hidden), token_ids, self._table, sent, output)
+        if self._looks_up:
+            score_and_look_up(self._table, sent, output, LONGEST, LONGEST_MATCH)
 
     # -- ahead of the first -------------------------------------------------------------------------------------------
 
@@ -167,7 +175,7 @@ class DevicePasses:
             return
         for pair in filter(None, (self._target, self._draft)):
             self._compile(*pair)
-        jobs = [*self._step_jobs(), *self._pass_jobs()]
+        jobs = [*map(self._step_job, self.sizes.all()), *self._pass_jobs()]
         for done, job in enumerate(jobs, 1):
             job()
             if progress is not None:
@@ -192,21 +200,10 @@ class DevicePasses:
             )
             model.logits(model.forward(zeros, batch, cache))
 
-    def _step_jobs(self) -> Iterator[Callable[[], None]]:
-        """One for each step that `verify` replays, the largest first: they share a pool of memory, in which smaller
-        ones find room then.
-        """
-        for lower, rows in reversed(list(itertools.pairwise((0, *ROW_BUCKETS)))):
-            for fewer, seqs in itertools.pairwise((0, *self._buckets)):
-                if self._max_depth and fewer + 1 < rows and lower < seqs * (1 + self._max_depth):
-                    yield self._step_job(seqs, rows, 1 + self._max_depth)
-                if fewer < rows and lower < seqs:
-                    yield self._step_job(seqs, rows, 1)
-
-    def _step_job(self, seqs: int, rows: int, most: int) -> Callable[[], None]:
+    def _step_job(self, size: Size) -> Callable[[], None]:
         def job() -> None:
-            sent = self._padding(seqs, rows)  # before anything is recorded
-            self._graphs.run(("step", seqs, rows, most), lambda: self._forward_and_judge(sent, most, None))
+            sent = self._padding(size.num_seqs, size.num_rows)  # before anything is recorded
+            self._graphs.run(size, lambda: self._forward_and_judge(sent, size))
 
         return job
 

@@ -90,7 +90,7 @@ class DeviceRunner:
             ModelAndKV(host.model, host.kv_cache),
             draft,
             table,
-            looks_up=NGRAM in host.drafters,
+            looks_up=host.scorer is not None,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_depth=max_depth,
@@ -166,9 +166,9 @@ class DeviceRunner:
         marks = Marks(self._device)
         self._turn = (self._turn + 1) % MAX_LAUNCHED
         parts = [Part(self._seats[work.request_id], work) for work in plan.work]
-        self._seats.tell([part.seat for part in parts])
-        step = DeviceStep(parts)
-        stage, size = self._passes.stage, (step.num_seqs, step.num_rows)
+        self._passes.look_up(self._seats.tell([part.seat for part in parts]))
+        step = DeviceStep(parts, self._passes.sizes)
+        stage, size = self._passes.stage, (step.size.num_seqs, step.size.num_rows)
         step.lay_out(stage.begin(self._turn, *size), (*self._seed, plan.step_id & LOW_31, 0))
         marks.begin()
         sent = stage.send(self._turn, *size)
@@ -177,9 +177,9 @@ class DeviceRunner:
         marks.drafted()
         self._passes.verify(sent, step)
         landing = self._landings[self._turn]
-        self._passes.bring_back(landing, step.num_seqs)
+        self._passes.bring_back(landing, step.size.num_seqs)
         marks.ended()
-        launched = _Launched(self, plan.step_id, parts, landing, step.num_seqs, marks)
+        launched = _Launched(self, plan.step_id, parts, landing, step.size.num_seqs, marks)
         self._launched.append(launched)
         return launched
 
@@ -195,12 +195,18 @@ class DeviceRunner:
         output = self._passes.read(launched.landing, launched.num_seqs)
         accepted, tokens = output.num_accepted.tolist(), output.tokens.tolist()
         labels = output.labels.view(torch.float32).tolist()
-        rows = zip(launched.parts, accepted, tokens, labels, strict=False)  # padding is behind
-        results = tuple(self._commit(part, count, row[: count + 1], some) for part, count, row, some in rows)
+        scores, matches = output.scored.tolist(), output.match.tolist()
+        rows = zip(launched.parts, accepted, tokens, labels, scores, matches, strict=False)  # padding is behind
+        results = tuple(
+            self._commit(part, count, row[: count + 1], some, score, match)
+            for part, count, row, some, score, match in rows
+        )
         launched.step = StepResult(launched.step_id, results, launched.marks.times())
         self._launched.popleft()
 
-    def _commit(self, part: Part, accepted: int, tokens: list[int], labels: list[float]) -> SequenceResult:
+    def _commit(
+        self, part: Part, accepted: int, tokens: list[int], labels: list[float], score: int, match: int
+    ) -> SequenceResult:
         """Advance the mirror of one sequence by its part of a step, as the device has advanced the table."""
         seat, work, sequence = part.seat, part.work, part.seat.sequence
         until = sequence.num_computed + part.read_until
@@ -211,11 +217,9 @@ class DeviceRunner:
             return SequenceResult(work.request_id, num_draft_computed=sequence.num_draft_computed)
         if part.drafts_by_model and read >= until:
             sequence.num_draft_computed = len(sequence) + work.num_drafts - 1
-        lives = self.host.sequences.get(work.request_id) is sequence
-        scorer = self.host.scorer if work.scores_ngram and lives else None
         scored: tuple[float, ...] = ()
-        if scorer is not None and not (work.num_drafts and work.method is NGRAM):
-            scored = scorer.score(sequence, tokens)
+        if score >= 0 and not (work.num_drafts and work.method is NGRAM):
+            scored = (1.0,) * score + (0.0,) * (score < len(tokens))
         sequence.commit(work, tokens, accepted)
         seat.tokens_told = len(sequence)
         return SequenceResult(
@@ -225,6 +229,6 @@ class DeviceRunner:
             num_accepted=accepted,
             acceptance=tuple(labels[: min(accepted + 1, work.num_drafts)]),
             scored=scored,
-            match=0 if scorer is None else scorer.match(sequence),
+            match=match,
             num_draft_computed=sequence.num_draft_computed,
         )

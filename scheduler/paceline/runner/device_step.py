@@ -9,8 +9,7 @@ import numpy as np
 
 from paceline.core.method import DRAFT_MODEL
 from paceline.core.plan import SequenceWork
-from paceline.runner.graphs import READ_BUCKETS, ROW_BUCKETS, SEQUENCE_BUCKETS, bucket
-from paceline.runner.input_batch import logit_rows
+from paceline.runner.graphs import READ_BUCKETS, Size, StepSizes, bucket
 from paceline.runner.seats import Seat
 from paceline.runner.stage import StepArrays
 from paceline_kernels.triton.state import FIRST_PASS_ROWS
@@ -48,34 +47,28 @@ class DeviceStep:
         drafting: those of them that the draft model drafts for, the deepest first.
         reading: those that it reads more of than it drafts from.
         num_read: rows of those, room that no run needs included.
-        longest: rows of one sequence, at most.
-        replayed: it is of a recorded size, once it is padded: every sequence decodes, and there are not too many rows.
-        num_seqs, num_rows: of the forward, padding included.
+        size: of the forward, padding included.
+        replayed: that is a recorded size.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], sizes: StepSizes) -> None:
         self.parts = parts
         self.drafting = sorted((part for part in parts if part.drafts_by_model), key=_by_depth)
         self.reading = [part for part in parts if part.num_read]
         read = sum(part.num_read for part in self.reading)
         self.num_read = (bucket(read, READ_BUCKETS) or read) if read else 0
-        self.longest = max(part.work.num_rows for part in parts)
-        self.num_seqs, self.num_rows = len(parts), sum(part.work.num_rows for part in parts)
-        seqs, rows = bucket(self.num_seqs, SEQUENCE_BUCKETS), bucket(self.num_rows, ROW_BUCKETS)
-        self.replayed = False
-        if seqs is not None and rows is not None and all(p.work.samples and p.work.num_tokens == 1 for p in parts):
-            self.replayed = True
-            self.num_seqs, self.num_rows = seqs, rows
+        works = [part.work for part in parts]
+        num_rows, longest = sum(work.num_rows for work in works), max(work.num_rows for work in works)
+        decodes = all(work.samples and work.num_tokens == 1 for work in works)
+        recorded = sizes.of(len(works), num_rows, longest, decodes)
+        self.replayed = recorded is not None
+        logits = None if decodes else max(1, sum(work.num_drafts + 1 for work in works if work.samples))
+        self.size = recorded or Size(len(works), num_rows, longest, logits)
 
     @property
     def depths(self) -> list[int]:
         """Of those that draft by the draft model, in their order."""
         return [part.work.num_drafts for part in self.drafting]
-
-    def logit_rows(self) -> list[int]:
-        """The rows whose logits are wanted; as they stand, without padding."""
-        works = [part.work for part in self.parts]
-        return logit_rows((work.num_tokens, work.num_drafts, work.samples) for work in works)
 
     def lay_out(self, arrays: StepArrays, noise_key: Sequence[int]) -> None:
         """Fill in what the device has to be told, in front of the padding."""
@@ -89,6 +82,7 @@ class DeviceStep:
         arrays.num_drafts[:count] = drafts
         arrays.num_read[:count] = [part.num_read for part in parts]
         arrays.one_hot[:count] = [part.work.method is not DRAFT_MODEL for part in parts]
+        arrays.looks_up[:count] = [part.work.scores_ngram for part in parts]
         for starts, lengths in ((arrays.query_starts, rows), (arrays.logit_starts, logits)):
             np.cumsum(lengths, out=starts[1 : count + 1])
             starts[count + 1 :] = starts[count]

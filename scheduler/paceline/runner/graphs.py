@@ -3,21 +3,78 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable
-from typing import Any
+import itertools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-# Rows and sequences of recorded steps; between them, a step is padded.
+# Sequences and rows of recorded steps; between them, a step is padded.
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 READ_BUCKETS = (8, 16, 32, 64, 128, 256, 512)  # rows that a draft model reads besides those it drafts from
-ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# Of steps with prompts; their sequences, at most, are those of any step, or so many.
+MIXED_ROW_BUCKETS = (32, 64, 128, 256, 512, 1024)
+MIXED_SEQUENCE_BUCKETS = (4, 32)
 
 
 def bucket(count: int, buckets: tuple[int, ...]) -> int | None:
     """The smallest that holds so many; None if none does."""
     index = bisect.bisect_left(buckets, count)
     return buckets[index] if index < len(buckets) else None
+
+
+class Size(NamedTuple):
+    """Of the forward of a step.
+
+    Attributes:
+        longest: rows of one sequence, at most.
+        num_logits: rows of logits; None if they are those of the forward.
+    """
+
+    num_seqs: int
+    num_rows: int
+    longest: int
+    num_logits: int | None
+
+
+class StepSizes:
+    """The sizes at which steps are recorded.
+
+    Attributes:
+        most: sequences of any step.
+        sequences: of steps that decode.
+    """
+
+    def __init__(self, max_num_seqs: int, max_depth: int) -> None:
+        self.most = bucket(max_num_seqs, SEQUENCE_BUCKETS) or max_num_seqs
+        self._max_depth = max_depth
+        self.sequences = tuple(size for size in SEQUENCE_BUCKETS if size <= self.most)
+        self._mixed_sequences = (*(size for size in MIXED_SEQUENCE_BUCKETS if size < self.most), self.most)
+
+    def of(self, num_seqs: int, num_rows: int, longest: int, decodes: bool) -> Size | None:
+        """The smallest that holds such a step, whose sequences all decode or not; None if none does."""
+        seqs = bucket(num_seqs, self.sequences if decodes else self._mixed_sequences)
+        rows = bucket(num_rows, ROW_BUCKETS if decodes else MIXED_ROW_BUCKETS)
+        if seqs is None or rows is None:
+            return None
+        return self._decoding(seqs, rows, longest > 1) if decodes else Size(seqs, rows, rows, rows)
+
+    def all(self) -> Iterator[Size]:
+        """Each one that `of` tells, the largest first: they share a pool of memory, in which smaller ones find room."""
+        for rows in reversed(MIXED_ROW_BUCKETS):
+            for fewer, seqs in itertools.pairwise((0, *self._mixed_sequences)):
+                if fewer < rows:
+                    yield Size(seqs, rows, rows, rows)
+        for lower, rows in reversed(list(itertools.pairwise((0, *ROW_BUCKETS)))):
+            for fewer, seqs in itertools.pairwise((0, *self.sequences)):
+                if self._max_depth and fewer + 1 < rows and lower < seqs * (1 + self._max_depth):
+                    yield self._decoding(seqs, rows, True)
+                if fewer < rows and lower < seqs:
+                    yield self._decoding(seqs, rows, False)
+
+    def _decoding(self, seqs: int, rows: int, with_drafts: bool) -> Size:
+        return Size(seqs, rows, 1 + self._max_depth * with_drafts, None)
 
 
 class Graphs:

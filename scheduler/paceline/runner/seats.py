@@ -70,9 +70,12 @@ class Seats:
     def leave(self, request_id: int) -> None:
         self._free.append(self._taken.pop(request_id).index)
 
-    def tell(self, seats: Seq[Seat]) -> None:
+    def tell(self, seats: Seq[Seat]) -> list[int]:
         """Write to the table what it does not know of these sequences: new blocks; of those stale, for which nothing is
         launched, facts and new tokens.
+
+        Returns:
+            The places of those.
         """
         table = self.table
         grown = [seat for seat in seats if len(seat.sequence.block_ids) > seat.blocks_told]
@@ -91,6 +94,7 @@ class Seats:
             seat.blocks_told = len(seat.sequence.block_ids)
         for seat in stale:
             seat.tokens_told, seat.stale = len(seat.sequence), False
+        return [seat.index for seat in stale]
 
 
 def _write(table: Tensor, values: Iterable[tuple[int, int, list[int]]]) -> None:
