@@ -34,7 +34,8 @@ from paceline.errors import InvalidArgument
 from paceline.models import Decoder, Model, ModelConfig, load_model_config
 from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import Drafter, KVCache, ModelRunner
-from paceline.runner.memory import GRAPH_RESERVE, table_bytes
+from paceline.runner.graphs import ROW_BUCKETS
+from paceline.runner.memory import GRAPH_RESERVE, logits_bytes, table_bytes
 from paceline.settings import EngineSettings
 from paceline.speculation import DraftModel, Ngram
 from paceline_kernels.cpu import decoder
@@ -216,6 +217,8 @@ def _measured_blocks(
     if choices.backend == "triton":
         vocab = 0 if choices.draft_path is None else choices.config.vocab_size
         reserve += table_bytes(config.max_num_seqs, config.max_depth, config.max_model_len, vocab)
+        rows = min(ROW_BUCKETS[-1], config.max_num_seqs * (1 + config.max_depth))
+        reserve += logits_bytes(rows, choices.config.vocab_size)
     return kv_blocks.measure_num_blocks(settings, config, models, choices.bytes_per_block, gpu, reserve)
 
 

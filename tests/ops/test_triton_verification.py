@@ -24,6 +24,7 @@ from paceline.runner.verification.rejection import Rejection, block, one_hot, to
 from paceline_kernels.triton import sampling
 from paceline_kernels.triton.state import (
     COLUMNS,
+    FIRST_PASS_ROWS,
     Column,
     Noise,
     Rule,
@@ -36,7 +37,7 @@ from paceline_kernels.triton.verification import choose_drafts, judge, uniform
 from runner.rows import make_sequence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-VOCAB, DEPTH, SEATS, NUM_SEQS = 21, 4, 9, 7
+VOCAB, DEPTH, SEATS, NUM_SEQS, LONGEST = 21, 4, 9, 7, 40
 MIXED: list[Rule | None] = [None] * 6
 POISON = 0x7FC12345  # as a float32, NaN
 
@@ -65,6 +66,8 @@ class Seated:
     drafts: list[int]
     one_hot: bool
     samples: bool
+    draft_computed: int = 0
+    num_read: int = 0
 
     @property
     def computed(self) -> int:
@@ -94,7 +97,10 @@ def random_seated(rng: np.random.Generator, seat: int, only: Rule | None) -> Sea
     samples = only is not None or bool(rng.random() < 0.8)
     drafts = rng.integers(0, VOCAB, rng.integers(0 if only is None else 1, DEPTH + 1)).tolist() if samples else []
     one_hot = only is None and bool(rng.random() < 0.4)
-    return Seated(seat, rule, sequence, num_tokens, drafts, one_hot, samples)
+    # The draft model has read nearly all, and reads on: too little now and then.
+    draft_computed = max(0, len(prompt) - int(rng.integers(0, 6)))
+    num_read = int(rng.integers(0, 4))
+    return Seated(seat, rule, sequence, num_tokens, drafts, one_hot, samples, draft_computed, num_read)
 
 
 def fact_row(seated: Seated) -> Tensor:
@@ -102,6 +108,7 @@ def fact_row(seated: Seated) -> Tensor:
     own = seated.sequence.params.sampling
     row = np.zeros(COLUMNS, np.int64)
     row[Column.COMPUTED] = seated.computed
+    row[Column.DRAFT_COMPUTED] = seated.draft_computed
     row[Column.RULE] = seated.rule
     row[Column.TOP_K] = own.top_k
     row[Column.SEED_LOW], row[Column.SEED_HIGH] = (own.seed or 0) & 0xFFFFFFFF, (own.seed or 0) >> 32
@@ -113,12 +120,14 @@ def fact_row(seated: Seated) -> Tensor:
 
 
 def make_table(batch: Seq[Seated]) -> SequenceTable:
-    table = SequenceTable.allocate(SEATS, 1, DEPTH, VOCAB, DEVICE)
+    table = SequenceTable.allocate(SEATS, LONGEST, 1, DEPTH, VOCAB, DEVICE)
     table.facts.fill_(-77)
+    table.texts.fill_(-77)
     table.drafts.fill_(-77)
     table.probs.fill_(torch.nan)
     for seated in batch:
         table.facts[seated.seat] = fact_row(seated).to(DEVICE)
+        table.texts[seated.seat, : len(seated.sequence)] = torch.tensor(seated.sequence.token_ids)
     return table
 
 
@@ -137,6 +146,7 @@ def make_step(batch: Seq[Seated], noise_key: Seq[int], padding: int = 2) -> Step
     fill(step.seats, [s.seat for s in batch], -1)
     fill(step.num_tokens, [s.num_tokens for s in batch], 0)
     fill(step.num_drafts, [len(s.drafts) for s in batch], 0)
+    fill(step.num_read, [s.num_read for s in batch], 0)
     fill(step.one_hot, [s.one_hot for s in batch], 0)
     fill(step.query_starts, np.cumsum([0, *lengths]).tolist(), sum(lengths))
     fill(step.logit_starts, np.cumsum([0, *num_logits]).tolist(), sum(num_logits))
@@ -229,13 +239,18 @@ def test_judge_is_the_rules_of_the_runner(seed: int, only: Rule | None) -> None:
     output = StepOutput.view(
         torch.full((StepOutput.size(NUM_SEQS, DEPTH),), POISON, dtype=torch.int32, device=DEVICE), NUM_SEQS, DEPTH
     )
-    facts, kept = table.facts.clone(), table.probs.clone()
+    facts, kept, texts = table.facts.clone(), table.probs.clone(), table.texts.cpu()
     judge(logits.to(DEVICE, copy=True), token_ids.to(DEVICE), table, step, output)
     wanted = facts.cpu()
     key = step.noise_key.cpu()
     for i, (seated, start, q) in enumerate(zip(batch, starts, drawn, strict=False)):
         row = wanted[seated.seat]
         row[Column.COMPUTED] += seated.num_tokens
+        by_model = bool(seated.drafts) and not seated.one_hot
+        size = len(seated.sequence)
+        until = size - FIRST_PASS_ROWS * by_model
+        read = max(seated.draft_computed, min(seated.draft_computed + seated.num_read, until))
+        row[Column.DRAFT_COMPUTED] = read
         if not seated.samples:
             assert output.num_accepted[i] == 0
             continue
@@ -246,9 +261,11 @@ def test_judge_is_the_rules_of_the_runner(seed: int, only: Rule | None) -> None:
         labels = output.labels[i, : len(verdict.acceptance)].view(torch.float32).tolist()
         assert labels == pytest.approx(verdict.acceptance, abs=1e-5), seated
         row[Column.COMPUTED] += count
-        row[Column.PREVIOUS] = [seated.sequence.prompt[-1], *verdict.token_ids][-2]
-        row[Column.NEWEST] = verdict.token_ids[-1]
+        if by_model and read >= until:
+            row[Column.DRAFT_COMPUTED] = size + min(len(seated.drafts) - 1, count)
+        texts[seated.seat, size : size + count + 1] = torch.tensor(verdict.token_ids)
     assert torch.equal(table.facts.cpu(), wanted)
+    assert torch.equal(table.texts.cpu(), texts)
     assert output.num_accepted[len(batch) :].tolist() == [0, 0]
     assert torch.equal(table.probs.nan_to_num(9), kept.nan_to_num(9)), "read, and no more"
     assert bool((table.drafts == -77).all())

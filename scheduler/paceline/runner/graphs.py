@@ -58,20 +58,23 @@ class StepSizes:
         rows = bucket(num_rows, ROW_BUCKETS if decodes else MIXED_ROW_BUCKETS)
         if seqs is None or rows is None:
             return None
-        return self._decoding(seqs, rows, longest > 1) if decodes else Size(seqs, rows, rows, rows)
+        return self._decoding(seqs, rows, longest > 1) if decodes else self._mixed(seqs, rows)
 
     def all(self) -> Iterator[Size]:
         """Each one that `of` tells, the largest first: they share a pool of memory, in which smaller ones find room."""
         for rows in reversed(MIXED_ROW_BUCKETS):
             for fewer, seqs in itertools.pairwise((0, *self._mixed_sequences)):
                 if fewer < rows:
-                    yield Size(seqs, rows, rows, rows)
+                    yield self._mixed(seqs, rows)
         for lower, rows in reversed(list(itertools.pairwise((0, *ROW_BUCKETS)))):
             for fewer, seqs in itertools.pairwise((0, *self.sequences)):
                 if self._max_depth and fewer + 1 < rows and lower < seqs * (1 + self._max_depth):
                     yield self._decoding(seqs, rows, True)
                 if fewer < rows and lower < seqs:
                     yield self._decoding(seqs, rows, False)
+
+    def _mixed(self, seqs: int, rows: int) -> Size:
+        return Size(seqs, rows, rows, min(rows, seqs * (1 + self._max_depth)))
 
     def _decoding(self, seqs: int, rows: int, with_drafts: bool) -> Size:
         return Size(seqs, rows, 1 + self._max_depth * with_drafts, None)

@@ -61,6 +61,11 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def logits_bytes(rows: int, vocab: int) -> int:
+    """Of what a recorded step keeps: as the model computes them, and in fp32."""
+    return 6 * rows * vocab
+
+
 def table_bytes(max_num_seqs: int, max_depth: int, max_model_len: int, drawn_vocab: int) -> int:
     """Of what a GPU keeps of each sequence besides KV: its text, and the distributions that the drafts of a step were
     drawn from until they are judged.
