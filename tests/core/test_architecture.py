@@ -39,6 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.runner": (*PLANS, "paceline.models", "paceline_kernels"),
     "paceline.speculation": (*PLANS, "paceline.runner", "paceline.models", "paceline_kernels"),
     "paceline.whole_file": (),
+    "paceline.garbage": (),
     "paceline.settings": ("paceline.core", "paceline.device"),
     "paceline.backend": ("paceline.settings", "paceline.device", "paceline.models", "paceline_kernels"),
     "paceline.kv_blocks": (
@@ -46,7 +47,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("paceline.models", "paceline.runner", "paceline_kernels.cpu.memory"),
     ),
     "paceline.cost_cache": ("paceline.core", "paceline.whole_file", "paceline_kernels.cpu.build"),
-    "paceline.server": ("paceline.engine", "paceline.core", "paceline.config_file", "paceline.v1"),
+    "paceline.server": (
+        *("paceline.engine", "paceline.core", "paceline.config_file", "paceline.garbage", "paceline.v1"),
+    ),
     "paceline.client": ("paceline.options", "paceline.v1"),
     "paceline.v1": (),
     "paceline_kernels": (),

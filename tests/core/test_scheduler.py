@@ -336,10 +336,10 @@ def test_nothing_is_planned_behind_a_certain_end(accepts: bool) -> None:
         harness.runner.draft_is_right = never
     request = harness.add(6, max_tokens=3)
     harness.plan()
+    harness.land()
     assert not request.surely_ends
     plan = harness.plan()
     assert [w.num_drafts for w in plan.work] == [1]
-    harness.land()
     assert not request.surely_ends  # one token is out; two if the draft is accepted, else one, may still come
     plan = harness.plan()
     assert [w.num_drafts for w in plan.work] == [0]

@@ -206,18 +206,29 @@ def test_ngrams_draft_where_they_have_something_to_propose(lag: int) -> None:
     bench.runner = _Matches(bench.config, lambda length: length % 3 == 0, always)
     request = bench.add(5, max_tokens=200)
     bench.drain()
-    length, asked = 5, {True: [0, 0], False: [0, 0]}
-    for work, result in zip(bench.works(request), bench.results, strict=True):
-        if length > 5:
-            asked[length % 3 == 0][work.num_drafts > 0] += 1
+    length, lengths, asked = 5, list[int](), {True: [0, 0], False: [0, 0]}
+    for index, (work, result) in enumerate(zip(bench.works(request), bench.results, strict=True)):
+        lengths.append(length)
+        known = lengths[index - lag] if index >= lag else 0  # as of the last result that was in when it was planned
+        if known > 5:
+            asked[known % 3 == 0][work.num_drafts > 0] += 1
+            assert work.match == (known % 3 == 0)
         length += len(result.token_ids)
     drafted, idle = asked[True], asked[False]
-    if lag:
-        assert drafted[1], "nobody knows while a result is awaited, so everybody tries"
-    else:
-        # The last tokens have no room for drafts.
-        assert drafted[1] > 10 >= drafted[0]
-        assert not idle[1]
+    # The last tokens have no room for drafts.
+    assert drafted[1] > 10 >= drafted[0]
+    assert not idle[1]
+
+
+def test_a_match_that_is_gone_by_the_time_of_the_step_counts_as_a_miss() -> None:
+    """Planned ahead, a step may find nothing to propose where the last text known had a match."""
+    bench = Bench(FixedDepth(0), method=Method.NGRAM, lag=1)
+    bench.runner = _Matches(bench.config, lambda length: 3 * (length % 2), always)
+    request = bench.add(6, max_tokens=50)
+    bench.drain()
+    acceptance = bench.control.drafters[Method.NGRAM, Verification.GREEDY].acceptance
+    assert any(work.match for work in bench.works(request))
+    assert acceptance.survivals("", Residual(), 1, agreed=2)[0] < 0.2
 
 
 @pytest.mark.parametrize("depth", [0, 1])

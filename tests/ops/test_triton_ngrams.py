@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.core.plan import LONGEST_MATCH
-from paceline.speculation.ngram_index import LONGEST, NgramIndex
+from paceline.core.plan import LONGEST_MATCH, LONGEST_NGRAM
+from paceline.speculation.ngram_index import NgramIndex
 from paceline_kernels.triton import ngrams
 from paceline_kernels.triton.ngrams import look_up, score_and_look_up
 from paceline_kernels.triton.state import Column, SequenceTable, StepInput, StepOutput
@@ -51,7 +51,7 @@ def test_proposals_and_matches_are_those_of_the_host(seed: int) -> None:
     texts = random_texts(np.random.default_rng(seed))
     table = make_table(texts, [[]] * SEATS)
     asked = [seat for seat in range(SEATS) if seat != 3]
-    look_up(table, torch.tensor(asked, device=DEVICE), LONGEST, LONGEST_MATCH)
+    look_up(table, torch.tensor(asked, device=DEVICE), LONGEST_NGRAM, LONGEST_MATCH)
     for seat, text in enumerate(texts):
         proposals, match = table.proposals[seat].tolist(), int(table.facts[seat, Column.MATCH])
         if seat not in asked:
@@ -73,7 +73,7 @@ def test_what_was_emitted_is_scored_and_what_comes_next_is_looked_up(seed: int) 
             news[rng.integers(len(news))] = 999
         emitted.append(news)
     table = make_table(texts, [[]] * SEATS)
-    look_up(table, torch.arange(SEATS, device=DEVICE), LONGEST, LONGEST_MATCH)
+    look_up(table, torch.arange(SEATS, device=DEVICE), LONGEST_NGRAM, LONGEST_MATCH)
     whole = make_table(texts, emitted)
     table.texts.copy_(whole.texts)
     table.facts[:, Column.COMPUTED] = whole.facts[:, Column.COMPUTED]
@@ -88,7 +88,7 @@ def test_what_was_emitted_is_scored_and_what_comes_next_is_looked_up(seed: int) 
     samples = [seat != 4 for seat in seats]
     step.logit_starts.copy_(torch.tensor([0, *np.cumsum([*samples, 0, 0]).tolist()]))
     output.num_accepted[:SEATS] = torch.tensor([len(emitted[seat]) - 1 for seat in seats])
-    score_and_look_up(table, step, output, LONGEST, LONGEST_MATCH)
+    score_and_look_up(table, step, output, LONGEST_NGRAM, LONGEST_MATCH)
 
     for i, seat in enumerate(seats):
         text, news = texts[seat], emitted[seat]

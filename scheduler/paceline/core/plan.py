@@ -16,6 +16,7 @@ from typing import Final, Protocol
 from paceline.core.method import NO_METHOD, Method
 from paceline.core.params import SequenceParams
 
+LONGEST_NGRAM: Final = 4  # tokens of a text's end that are looked up
 LONGEST_MATCH: Final = 16  # tokens; longer ones are told apart no more
 
 

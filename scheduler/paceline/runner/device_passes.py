@@ -9,13 +9,12 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.core.plan import LONGEST_MATCH
+from paceline.core.plan import LONGEST_MATCH, LONGEST_NGRAM
 from paceline.models import Model
 from paceline.runner.device_step import DeviceStep
 from paceline.runner.graphs import READ_BUCKETS, ROW_BUCKETS, SEQUENCE_BUCKETS, Graphs, Size, StepSizes, bucket
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.stage import Stage
-from paceline.speculation.ngram_index import LONGEST
 from paceline_kernels import PagedBatch
 from paceline_kernels.triton.ngrams import look_up, score_and_look_up
 from paceline_kernels.triton.rows import draft_rows, logit_rows, read_rows, step_rows
@@ -78,7 +77,7 @@ class DevicePasses:
     def look_up(self, seats: Sequence[int]) -> None:
         """What n-grams propose for sequences that were not in the step before; there may be none."""
         if seats and self._looks_up:
-            look_up(self._table, torch.tensor(seats).to(self._output.device), LONGEST, LONGEST_MATCH)
+            look_up(self._table, torch.tensor(seats).to(self._output.device), LONGEST_NGRAM, LONGEST_MATCH)
 
     def catch_up(self, sent: StepInput, num_read: int) -> None:
         """Let the draft model read what it has not, in that many rows; there may be none."""
@@ -160,7 +159,7 @@ class DevicePasses:
         output = self.read(self._output, len(sent.seats))
         judge(model.logits(hidden), token_ids, self._table, sent, output)
         if self._looks_up:
-            score_and_look_up(self._table, sent, output, LONGEST, LONGEST_MATCH)
+            score_and_look_up(self._table, sent, output, LONGEST_NGRAM, LONGEST_MATCH)
 
     # -- ahead of the first -------------------------------------------------------------------------------------------
 

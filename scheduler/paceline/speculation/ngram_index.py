@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
-from paceline.core.plan import LONGEST_MATCH
-
-LONGEST: Final = 4  # tokens that are looked up
+from paceline.core.plan import LONGEST_MATCH, LONGEST_NGRAM
 
 
 class NgramIndex:
@@ -20,7 +17,7 @@ class NgramIndex:
     def read(self, token_ids: list[int]) -> None:
         """Take in every n-gram that something follows: those ending before the newest token."""
         for end in range(self._num_read + 1, len(token_ids)):
-            for n in range(1, min(LONGEST, end) + 1):
+            for n in range(1, min(LONGEST_NGRAM, end) + 1):
                 self._ends[tuple(token_ids[end - n : end])] = end
         self._num_read = max(self._num_read, len(token_ids) - 1)
 
@@ -45,15 +42,15 @@ class NgramIndex:
     def match(self, token_ids: list[int]) -> int:
         """Tokens before the continuation that agree with the text's end, up to `LONGEST_MATCH`; 0 without a match."""
         end, count = self._longest(token_ids)
-        if count == LONGEST:
+        if count == LONGEST_NGRAM:
             most, size = min(LONGEST_MATCH, end), len(token_ids)
             while count < most and token_ids[end - count - 1] == token_ids[size - count - 1]:
                 count += 1
         return count
 
     def _longest(self, token_ids: list[int]) -> tuple[int, int]:
-        """Where the longest, latest match ends, and its tokens, up to `LONGEST`; the text's end and 0 without one."""
-        for n in range(min(LONGEST, len(token_ids)), 0, -1):
+        """Where the longest, latest match ends, and its tokens, up to `LONGEST_NGRAM`; the text's end and 0 without one."""
+        for n in range(min(LONGEST_NGRAM, len(token_ids)), 0, -1):
             end = self._ends.get(tuple(token_ids[-n:]))
             if end is not None:
                 return end, n
