@@ -8,10 +8,9 @@ import random
 import pytest
 
 from paceline.core.method import Method
-from paceline.core.plan import LONGEST_MATCH, Admission, SequenceWork
+from paceline.core.plan import LONGEST_MATCH, LONGEST_NGRAM, Admission, SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.speculation import Ngram
-from paceline.speculation.ngram_index import LONGEST
 
 
 def propose(drafter: Ngram, sequence: Sequence, depth: int) -> list[int]:
@@ -27,10 +26,12 @@ def sequence_of(token_ids: list[int], request_id: int = 1) -> Sequence:
 
 def naive(token_ids: list[int], depth: int) -> tuple[list[int], int]:
     """What is proposed, and how many tokens before it agree."""
-    for n in range(min(LONGEST, len(token_ids)), 0, -1):
+    for n in range(min(LONGEST_NGRAM, len(token_ids)), 0, -1):
         for end in range(len(token_ids) - 1, n - 1, -1):
             if token_ids[end - n : end] == token_ids[-n:]:
-                while n < min(LONGEST_MATCH, end) and n >= LONGEST and token_ids[end - n - 1] == token_ids[-n - 1]:
+                while (
+                    n < min(LONGEST_MATCH, end) and n >= LONGEST_NGRAM and token_ids[end - n - 1] == token_ids[-n - 1]
+                ):
                     n += 1
                 return list(itertools.islice(itertools.cycle(token_ids[end:]), depth)), n
     return [], 0
