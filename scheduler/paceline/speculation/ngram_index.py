@@ -49,7 +49,7 @@ class NgramIndex:
         return count
 
     def _longest(self, token_ids: list[int]) -> tuple[int, int]:
-        """Where the longest, latest match ends, and how many tokens were looked up; the text's end and 0 without one."""
+        """Where the longest, latest match ends, and tokens that were looked up; the text's end and 0 without one."""
         for n in range(min(LONGEST_NGRAM, len(token_ids)), 0, -1):
             end = self._ends.get(tuple(token_ids[-n:]))
             if end is not None:
