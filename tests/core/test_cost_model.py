@@ -83,6 +83,18 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert costs.step(reading) == pytest.approx(0.010 + 0.003 + 0.0035), "reading alone is a pass too"
 
 
+def test_what_is_read_in_a_forward_of_its_own_costs_that_forward() -> None:
+    costs = make(first_rows=2, reading_seconds=0.002)
+    assert costs.draft_rows(0) == 0.0
+    assert costs.draft_rows(10) == pytest.approx(0.002 + 0.005)
+    reading = StepShape(8, 0, draft_rows=7)
+    assert costs.step(reading) == pytest.approx(0.010 + 0.002 + 0.0035), "no pass is needed for that"
+    teach(costs, StepShape(8, 0, (1,), 7), lambda: (2 * (0.003 + 0.0055), 0.010 + 2 * (0.003 + 0.0055)))
+    assert costs.draft_rows(10) == pytest.approx(2 * 0.007, rel=0.02)
+    again = CostModel.from_dict(costs.as_dict())
+    assert (again.first_rows, again.draft_rows(10)) == (2, costs.draft_rows(10))
+
+
 def test_without_a_draft_model_drafting_costs_nothing() -> None:
     costs = CostModel([1, 2], [0.1, 0.2])
     assert not any(costs.draft_passes(9))
@@ -465,6 +477,11 @@ BAD: list[tuple[str, Any]] = [
     ("per_context", True),
     ("per_draft_row", "0"),
     ("per_sequence", None),
+    ("first_rows", 0),
+    ("first_rows", 1.0),
+    ("first_rows", True),
+    ("reading_seconds", -1.0),
+    ("reading_seconds", "0"),
 ]
 
 

@@ -20,6 +20,7 @@ from paceline.sim import VirtualClock
 CONFIG = SchedulerConfig(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=1024, max_model_len=2048)
 
 PER_CONTEXT, PER_SEQUENCE, PER_DRAFT_ROW, BEFORE = 2e-6, 3e-5, 2e-5, 1e-4
+READING = 8e-4
 
 
 def target(rows: int) -> float:
@@ -42,6 +43,7 @@ class FormulaRunner:
         ngram: whether an n-gram has anything to propose.
         slowness: factor on all times.
         setup: seconds more that the first step of each shape takes.
+        first_rows: of a sequence in the first pass; where they are several, what it reads besides takes a forward more.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class FormulaRunner:
         slowness: float = 1.0,
         config: SchedulerConfig = CONFIG,
         setup: float = 0.1,
+        first_rows: int = 1,
     ) -> None:
         self.clock = clock
         self.noise = noise
@@ -60,6 +63,7 @@ class FormulaRunner:
         self.config = config
         self.sequences: dict[int, Sequence] = {}
         self.setup = setup
+        self.first_rows = first_rows
         self.shapes: set[tuple[int, int, int]] = set()
         self.num_steps = Counter[int]()  # by rows
 
@@ -82,7 +86,7 @@ class FormulaRunner:
                 gap = len(sequence.draft_gap(work))
                 assert sequence.num_draft_computed + gap == len(sequence)
                 depths.append(drafts)
-                ahead += gap - 1
+                ahead += gap - self.first_rows
             length = sequence.num_computed + count + drafts
             assert length <= min(self.config.max_model_len, len(sequence.block_ids) * self.config.block_size)
             rows += count + drafts
@@ -106,6 +110,8 @@ class FormulaRunner:
         if depths:
             passes = [sum(depth > number for depth in depths) for number in range(max(depths))]
             draft += first_pass(passes[0]) + sum(map(later_pass, passes[1:])) + PER_DRAFT_ROW * ahead
+            if ahead and self.first_rows > 1:
+                draft += READING
         computing = target(rows) + PER_CONTEXT * context + PER_SEQUENCE * sequences
         return StepTimes(draft=draft * factor, total=(draft + computing) * factor + setup)
 
@@ -124,6 +130,17 @@ def test_the_formulas_are_found() -> None:
         assert costs.first_passes(count)[count] == pytest.approx(first_pass(count), rel=0.05)
         assert costs.draft_passes(count)[count] == pytest.approx(later_pass(count), rel=0.05)
     assert costs.draft_rows(100) == pytest.approx(100 * PER_DRAFT_ROW, rel=0.05)
+
+
+def test_a_forward_in_which_a_draft_model_reads_has_a_price_of_its_own() -> None:
+    clock = VirtualClock()
+    runner = FormulaRunner(clock, first_rows=2)
+    costs = profile(runner, CONFIG, draft=True, first_rows=2, seconds=60.0, clock=clock)
+    assert costs.first_rows == 2
+    for rows in (4, 8, 60, 128):
+        assert costs.draft_rows(rows) == pytest.approx(READING + rows * PER_DRAFT_ROW, rel=0.05)
+    for count in (1, 64):
+        assert costs.first_passes(count)[count] == pytest.approx(first_pass(count), rel=0.05)
 
 
 def test_an_ngram_with_nothing_to_propose_is_seen() -> None:
