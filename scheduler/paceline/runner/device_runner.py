@@ -218,7 +218,7 @@ class DeviceRunner:
         if part.drafts_by_model and read >= until:
             sequence.num_draft_computed = len(sequence) + work.num_drafts - 1
         scored: tuple[float, ...] = ()
-        if score >= 0 and not (work.num_drafts and work.method is NGRAM):
+        if work.scores_ngram and score >= 0 and not (work.num_drafts and work.method is NGRAM):
             scored = (1.0,) * score + (0.0,) * (score < len(tokens))
         sequence.commit(work, tokens, accepted)
         seat.tokens_told = len(sequence)
@@ -229,6 +229,6 @@ class DeviceRunner:
             num_accepted=accepted,
             acceptance=tuple(labels[: min(accepted + 1, work.num_drafts)]),
             scored=scored,
-            match=match,
+            match=match if work.scores_ngram else 0,
             num_draft_computed=sequence.num_draft_computed,
         )
