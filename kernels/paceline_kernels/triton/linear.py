@@ -27,7 +27,6 @@ TUNED: Final = (*BUCKETS, 2 * BEYOND)  # rows that are tried
 ROTATED_BYTES: Final = 400 << 20  # of weights that are read in turn while timing, which no cache holds
 REPEATS: Final = 5
 REDUCED: Final = 1024  # numbers that a program of the second pass adds up
-AHEAD = tl.constexpr(32)  # rows up to which there are registers for a part of the weight that is read ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +235,6 @@ def _finished(acc, scales, bias, column, outputs):
 
 
 @triton.jit
-def _absorb(acc, x, weight, SWAPPED: tl.constexpr):
-    """acc and one part of the inputs: x [BLOCK_M, BLOCK_K], weight [BLOCK_N, BLOCK_K]."""
-    if SWAPPED:
-        return tl.dot(weight.to(x.dtype), tl.trans(x), acc)
-    else:
-        return tl.dot(x, tl.trans(weight.to(x.dtype)), acc)
-
-
-@triton.jit
 def _gemv_kernel(
     x,
     weight,
@@ -317,6 +307,9 @@ def _product_kernel(
     DEPENDS: tl.constexpr,
 ):
     """Blocks of rows are neighbours in the grid, so that a piece of the weight is read from memory once for all."""
+    if DEPENDS:
+        release()
+        wait()
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # What lies beyond the edges is read from within and never stored: a load without a mask is a wide one.
@@ -328,16 +321,6 @@ def _product_kernel(
     xs = x + read_row[:, None] * x_stride + step[None, :]
     weights = weight + read_column[:, None] * inputs + step[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if DEPENDS:
-        release()
-        if EVEN and BLOCK_M <= AHEAD:
-            # As of one row: the first part of the weight is on its way while others still compute x.
-            first = tl.load(weights + begin, eviction_policy="evict_first")
-            wait()
-            acc = _absorb(acc, tl.load(xs + begin), first, SWAPPED)
-            begin += BLOCK_K
-        else:
-            wait()
     for k in range(begin, end, BLOCK_K):
         if EVEN:
             w = tl.load(weights + k, eviction_policy="evict_first")
@@ -346,7 +329,10 @@ def _product_kernel(
             there = (step < inputs - k)[None, :]
             w = tl.load(weights + k, mask=there, other=0, eviction_policy="evict_first")
             part = tl.load(xs + k, mask=there, other=0.0)
-        acc = _absorb(acc, part, w, SWAPPED)
+        if SWAPPED:
+            acc = tl.dot(w.to(x.dtype.element_ty), tl.trans(part), acc)
+        else:
+            acc = tl.dot(part, tl.trans(w.to(x.dtype.element_ty)), acc)
     if SWAPPED:
         acc = tl.trans(acc)
     there = (row < rows)[:, None] & (column < outputs)[None, :]
