@@ -763,7 +763,7 @@ class Scheduler:
             request.first_token = now
         if sequence.finish is None:
             return RequestOutput(request.request_id, offset, token_ids)
-        self.rate.ended(len(request.output_token_ids), request.max_output_tokens)
+        self.rate.ended(len(request.output_token_ids), request.chosen_max_tokens)
         stats = RequestStats.of(request, now)
         self._end(request)
         return RequestOutput(request.request_id, offset, token_ids, sequence.finish, stats)
