@@ -6,16 +6,17 @@ import math
 
 import pytest
 
-from core.harness import GREEDY
+from core.harness import GREEDY, prompt_of
 from core.test_tenants import Shop
 from paceline.core.config import SchedulerConfig
 from paceline.core.deadlines import PRIORITY_SECONDS, SLACK, Deadlines
 from paceline.core.params import SchedulingParams, SequenceParams, SpeculationParams, StopParams
 from paceline.core.plan import SequenceResult, SequenceWork
 from paceline.core.request import Request, RequestStatus
-from paceline.core.service_rate import LONGEST_WAIT, SHORTEST_WAIT, ServiceRate
+from paceline.core.service_rate import ENDINGS_KEPT, LONGEST_WAIT, SHORTEST_WAIT, ServiceRate
 from paceline.core.tenant_policy import TenantPolicy
 from paceline.errors import DeadlineExceeded, InvalidArgument
+from paceline.sim import reference_output
 
 
 def request_of(prompt: int = 10, max_tokens: int = 20, arrival: float = 0.0, **scheduling: float) -> Request:
@@ -55,7 +56,9 @@ def test_slack_is_what_is_left_before_a_start() -> None:
 def test_in_a_long_queue_the_short_go_first() -> None:
     """A request counts as if it could wait for as long as it would delay those that wait already."""
     rate = rate_of()
-    rate.prompt_charge, rate.token_charge, rate.used_share = 0.01, 0.05, 1.0
+    rate.prompt_charge, rate.token_charge = 0.01, 0.05
+    for max_tokens in (8, 20):
+        rate.ended(max_tokens, max_tokens)
     deadlines = Deadlines(rate, patience=1000.0)
     short, long = request_of(deadline=40.0, max_tokens=8), request_of(deadline=45.0, max_tokens=20)
     assert deadlines.rank(long, 0, 0) < deadlines.rank(short, 0, 0)
@@ -89,6 +92,40 @@ def test_rates_are_means() -> None:
     assert rate.seconds_until_ends(3) == pytest.approx(15)
     assert rate.seconds_until_ends(1000) == LONGEST_WAIT
     assert ServiceRate(10).seconds_until_ends(5) == SHORTEST_WAIT
+
+
+def seconds_of(rate: ServiceRate, max_tokens: int | None) -> float:
+    """Of a whole completion, where a token takes a second and the model has room for 1000."""
+    rate.token_seconds = 1.0
+    return rate.seconds_to_end(0, 1000 if max_tokens is None else max_tokens, max_tokens)
+
+
+def test_completions_are_as_long_as_those_of_their_kind() -> None:
+    """By about as many tokens that they might have, or by what those had who chose no limit."""
+    rate = ServiceRate(10)
+    assert seconds_of(rate, None) == 0.0
+    for _ in range(40):
+        rate.ended(4, 4)
+        rate.ended(30, 300)
+    assert [seconds_of(rate, most) for most in (4, 6, 260, 500)] == pytest.approx([4, 6, 26, 50])
+    usual = rate.completion_tokens
+    assert 4 < usual < 30
+    assert [seconds_of(rate, most) for most in (3, 100, None)] == pytest.approx([3, usual, usual])
+    rate.ended(200, None)
+    assert [seconds_of(rate, most) for most in (4, 260, None)] == pytest.approx([4, 26, 200])
+
+
+def test_what_keeps_a_kind_away_is_forgotten() -> None:
+    """By it they would be refused as long as others run, and it would never be put right."""
+    rate = ServiceRate(10)
+    rate.ended(900, None)
+    for _ in range(ENDINGS_KEPT - 1):
+        rate.ended(4, 4)
+    assert seconds_of(rate, None) == pytest.approx(900)
+    rate.ended(4, 4)
+    assert seconds_of(rate, None) == rate.completion_tokens < 10
+    rate.ended(50, None)
+    assert seconds_of(rate, None) == pytest.approx(50)
 
 
 # -- in the scheduler ------------------------------------------------------------------------------------------------
@@ -165,6 +202,40 @@ def test_one_slow_step_is_no_reason_to_refuse() -> None:
     for seconds in (0.05, 60.0, 0.05):
         rate.step(works, results, [seconds], seconds)
     assert rate.token_seconds < 0.06
+
+
+@pytest.mark.parametrize("max_tokens", [None, 180])
+def test_tiny_completions_tell_nothing_of_long_ones(max_tokens: int | None) -> None:
+    """They used all that they might have: no share of what others may have, or of what the model has room for."""
+    shop = Shop(max_num_seqs=2)
+    for _ in range(20):
+        shop.add_for("a", max_tokens=2)
+    shop.drain()
+    shop.add_for("a", max_tokens=190)
+    shop.step()
+    prompt = prompt_of(4)
+    stop_ids = tuple(reference_output(prompt, 5)[4:])
+    soon = shop.add(prompt, max_tokens, stop_ids=stop_ids, scheduling=SchedulingParams("a", deadline=shop.now + 20))
+    shop.drain()
+    assert soon.request_id in shop.finished
+
+
+def test_without_max_tokens_others_without_tell_how_long_it_takes() -> None:
+    shop = Shop(max_num_seqs=2)
+    shop.add(4, None, tenant="a")
+    shop.drain()
+    for _ in range(20):
+        shop.add_for("a", max_tokens=2)
+    shop.drain()
+    shop.add_for("a", max_tokens=190)
+    shop.step()
+    with pytest.raises(DeadlineExceeded, match="it would take about"):
+        shop.add(4, None, scheduling=SchedulingParams("a", deadline=shop.now + 100))
+    shop.add(4, 2, scheduling=SchedulingParams("a", deadline=shop.now + 100))
+    # More than the model has room for is no choice either.
+    with pytest.raises(DeadlineExceeded, match="it would take about"):
+        shop.add(4, 1000, scheduling=SchedulingParams("a", deadline=shop.now + 100))
+    shop.drain()
 
 
 def test_timers_of_ended_requests_are_dropped() -> None:

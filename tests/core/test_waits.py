@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from core.harness import Harness
 from core.test_speculation import costs
 from paceline.core.config import SchedulerConfig
+from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import FixedDepth
 from paceline.core.params import SchedulingParams
 from paceline.core.plan import StepPlan
 from paceline.core.request import Request
 from paceline.core.slowdown import LEAST_ROWS
 from paceline.core.speculation import SpeculationControl
+from paceline.sim.control import roofline
 
 BUDGET = 128
 
@@ -110,6 +114,58 @@ def test_a_request_that_wants_its_tokens_soon_keeps_steps_short_while_it_runs() 
     assert harness.step().num_rows == 60
     harness.abort(paced)
     assert chunks(harness.step()) == [BUDGET]
+    harness.drain()
+
+
+def seconds_of_prompts(*paces: float, prompts: Sequence[int], prices: CostModel, **config: float) -> float:
+    """That another tenant's prompts take beside one that decodes, as predicted, with requests that want such paces."""
+    harness = harness_of(max_model_len=900, num_blocks=1024, **config)
+    harness.scheduler.speculation = SpeculationControl(FixedDepth(0), prices)
+    start_decoding(harness)
+    for pace in paces:
+        start_decoding(harness, time_per_output_token=pace)
+    others = [harness.add(prompt, 200, tenant="other") for prompt in prompts]
+    start = len(harness.plans)
+    harness.step_until(lambda: all(request.output_token_ids for request in others))
+    seconds = sum(prices.target(plan.num_rows, 0) for plan in harness.plans[start:])
+    harness.drain()
+    return seconds
+
+
+@pytest.mark.parametrize("prompts", [(20,), (64,), (400,), (300, 30, 500)])
+@pytest.mark.parametrize("free_rows", [8, 32, 64, 128])
+@pytest.mark.parametrize("paces", [(1e-9,), (1e-9, 2e-9, 0.5)])
+def test_a_pace_makes_prompts_of_others_take_twice_as_long_at_most(
+    paces: tuple[float, ...], free_rows: int, prompts: tuple[int, ...]
+) -> None:
+    """However short it is, and however many want one; but for one step, since decodes have rows, and prompts ends."""
+    prices = roofline(1.0, free_rows, 0.05)
+    alone = seconds_of_prompts(*[1e9] * len(paces), prompts=prompts, prices=prices)
+    step = prices.target(BUDGET, 0)
+    assert seconds_of_prompts(*paces, prompts=prompts, prices=prices) <= 2.0 * alone + step
+
+
+def test_a_pace_holds_as_far_as_prompts_keep_half_their_speed() -> None:
+    """Full steps of 128 rows take 2 seconds: 64 tokens per second. With half of that, steps take one."""
+    harness = harness_of()
+    harness.scheduler.speculation = SpeculationControl(FixedDepth(0), roofline(1.0, 64, 0.05))
+    (paced,) = start_decoding(harness, time_per_output_token=1e-9)
+    harness.add(400)
+    assert chunks(harness.step()) == [32]
+    harness.abort(paced)
+    harness.drain()
+
+
+def test_the_servers_own_limit_is_kept_in_any_case() -> None:
+    """A pace holds back of what that limit leaves."""
+    harness = harness_of(max_step_seconds=1.0)
+    harness.scheduler.speculation = SpeculationControl(FixedDepth(0), roofline(1.0, 64, 0.05))
+    start_decoding(harness)
+    harness.add(400)
+    assert chunks(harness.step()) == [63]
+    start_decoding(harness, time_per_output_token=1e-9)
+    harness.add(400)
+    assert sum(chunks(harness.step())) == 31, "two decode, which leaves 62"
     harness.drain()
 
 

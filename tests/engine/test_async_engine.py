@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from engine.test_engine import EditedRunner, logprob_of, with_logprobs
 from engine.toy import FailingRunner, GatedRunner, ToyTokenizer, expected, make_engine, make_request, num_free
-from paceline.core.params import SamplingParams
+from paceline.core.params import LogprobsParams, SamplingParams
 from paceline.core.plan import StepPlan, StepResult
 from paceline.engine import AsyncEngine, ChatMessage, Engine, GenerationRequest, Output, Stream, async_engine
 from paceline.engine.engine import Prepared
@@ -279,6 +280,24 @@ class TestSeveralChoices:
             assert served.num_live == len(engine.scheduler.requests) == 2
             gated.gate.release(1000)
             assert len(await read_choices(stream)) == 2
+
+    @lags
+    @pytest.mark.parametrize("max_tokens", [1, 9])
+    async def test_the_prompts_logprobs_are_known_with_the_first_delta(self, lag: int, max_tokens: int) -> None:
+        """Only the first choice computes all of the prompt; of the others most is cached, so one could be earlier."""
+        engine = make_engine(long_prefill_threshold=2, wrap=lambda runner: EditedRunner(runner, with_logprobs))
+        whole = (None, *(logprob_of(token, position) for position, token in enumerate(self.PROMPT[1:], 1)))
+        async with running(engine, lag) as served:
+            await read(await served.submit(self.request(1)))
+            request = replace(self.request(3, max_tokens), logprobs=LogprobsParams(prompt=0))
+            stream = await served.submit(request)
+            deltas = []
+            async for delta in stream:
+                assert stream.prompt_logprobs == whole
+                deltas.append(delta)
+        assert deltas[0].choice == 0
+        assert deltas[0].prompt_logprobs == whole
+        assert sum(len(delta.token_ids) for delta in deltas) == 3 * max_tokens
 
     @lags
     async def test_draining_waits_for_the_last_of_them(self, lag: int) -> None:

@@ -20,9 +20,9 @@ FINISH = Finish(FinishReason.MAX_TOKENS)
 STATS = RequestStats(3, 0, 5, Method.NONE, 4, 0, 0, 0, (), (4,), 0.0, 0.0, 0.0, 1.0, 0, 0.0, 0.0, 0.0)
 
 
-def make_stream(num_choices: int = 1) -> tuple[Stream, list[int]]:
+def make_stream(num_choices: int = 1, *, first_leads: bool = False) -> tuple[Stream, list[int]]:
     abandoned: list[int] = []
-    return Stream(7, 3, abandoned.append, num_choices), abandoned
+    return Stream(7, 3, abandoned.append, num_choices, first_leads=first_leads), abandoned
 
 
 def last(text: str, token_ids: tuple[int, ...], offset: int, choice: int) -> Delta:
@@ -254,6 +254,67 @@ class TestSeveralChoices:
         assert await anext(reader) == Delta("b", (3,), 0, None, None, (second,), 1, ())
         stream.put(Delta("a", (4,), 2, logprobs=(first,)))
         assert (await anext(reader)).prompt_logprobs == ()
+
+
+class TestTheFirstLeads:
+    """Of the others nothing may be taken before something of the first has come, with what is told of all."""
+
+    PROMPT = (None, TokenLogprobs(-0.5, 1))
+
+    def first(self, index: int = 0) -> Delta:
+        return Delta("a", (index,), index, prompt_logprobs=() if index else self.PROMPT)
+
+    @pytest.mark.parametrize("hold", [0.0, 60.0])
+    async def test_others_wait_and_follow(self, hold: float) -> None:
+        stream, _ = make_stream(3, first_leads=True)
+        stream.hold(hold)
+        stream.put(last("c", (1,), 0, choice=2))
+        for index in range(2):
+            stream.put(Delta("b", (index,), index, choice=1))
+        assert stream.take() is None
+        assert stream.backlog == 3
+        reader = Sleeper(None)
+        stream.listen(reader)
+        told = reader.sleep()
+        stream.put(self.first())
+        assert told.done()
+        assert stream.prompt_logprobs == self.PROMPT
+        assert [stream.take() for _ in range(4)] == [
+            *(self.first(), last("c", (1,), 0, choice=2), Delta("bb", (0, 1), 0, choice=1)),
+            None,
+        ]
+        stream.put(last("b", (2,), 2, choice=1))
+        assert stream.take() == last("b", (2,), 2, choice=1), "it has led"
+        await stream.aclose()
+
+    async def test_held_until_their_ends_they_wait_for_no_more_than_its_first_tokens(self) -> None:
+        stream, _ = make_stream(2, first_leads=True)
+        stream.hold(math.inf)
+        stream.put(last("b", (1,), 0, choice=1))
+        assert stream.take() is None
+        stream.put(self.first())
+        assert stream.prompt_logprobs == self.PROMPT
+        assert [stream.take() for _ in range(2)] == [last("b", (1,), 0, choice=1), None]
+        stream.put(last("a", (1,), 1, 0))
+        delta = stream.take()
+        assert delta is not None
+        assert (delta.text, delta.prompt_logprobs) == ("aa", self.PROMPT)
+
+    @pytest.mark.parametrize("hold", [0.0, 60.0, math.inf])
+    async def test_an_error_waits_for_nobody(self, hold: float) -> None:
+        stream, _ = make_stream(2, first_leads=True)
+        stream.hold(hold)
+        stream.put(last("b", (1,), 0, choice=1))
+        stream.fail(EngineDead("dead"))
+        assert stream.take() == last("b", (1,), 0, choice=1)
+        with pytest.raises(EngineDead):
+            stream.take()
+
+    async def test_closing_aborts_all_the_same(self) -> None:
+        stream, abandoned = make_stream(2, first_leads=True)
+        stream.put(last("b", (1,), 0, choice=1))
+        await stream.aclose()
+        assert abandoned == [7]
 
 
 class TestHolding:

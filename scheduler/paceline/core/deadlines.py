@@ -46,7 +46,8 @@ class Deadlines:
         moments = self._moments(request)
         if moments:
             latest = min(latest, *(moment - seconds for moment, seconds in moments))
-            latest += num_waiting * self.rate.charge(len(request.prompt_token_ids), request.max_output_tokens)
+            room, chosen = request.max_output_tokens, request.chosen_max_tokens
+            latest += num_waiting * self.rate.charge(len(request.prompt_token_ids), room, chosen)
         return latest - priority * PRIORITY_SECONDS
 
     def watch(self, request: Request) -> None:
@@ -105,6 +106,7 @@ class Deadlines:
                 seconds = self.rate.seconds_to_first_token(known)
                 moments.append((request.arrival + params.time_to_first_token, seconds))
         if params.deadline is not None:
-            left, emitted = request.max_total_tokens - known, len(request.output_token_ids)
-            moments.append((params.deadline, self.rate.seconds_to_end(known, left, emitted)))
+            room, emitted = request.max_total_tokens - known, len(request.output_token_ids)
+            seconds = self.rate.seconds_to_end(known, room, request.chosen_max_tokens, emitted)
+            moments.append((params.deadline, seconds))
         return moments

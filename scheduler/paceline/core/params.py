@@ -241,7 +241,8 @@ class SchedulingParams:
         deadline: on the scheduler's clock, when the completion has to be whole; None if whenever.
         queue_timeout: from arrival to admission, at most.
         time_to_first_token: from arrival, at most.
-        time_per_output_token: after the first. Prompts of others are read in smaller parts while it runs.
+        time_per_output_token: after the first. Prompts of others are read in smaller parts while it runs, but at no
+            less than half their speed.
     """
 
     tenant: str = ""

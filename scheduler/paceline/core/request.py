@@ -51,6 +51,7 @@ class Request:
         match: how many of its last tokens stood before in this order, as of the last result; n-grams have nothing to
             propose if none.
         max_total_tokens: prompt and completion tokens at most: the request's own limit or the model's.
+        chosen_max_tokens: its own limit; None if it gave none, or the model's length is reached before.
         num_tokens: known ones: prompt and emitted.
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
@@ -98,6 +99,8 @@ class Request:
         self.scheduling = scheduling
         self.tenant = scheduling.tenant
         self.max_total_tokens = max_total_tokens
+        room = max_total_tokens - len(prompt_token_ids)
+        self.chosen_max_tokens = stop.max_tokens if stop.max_tokens == room else None
 
         self.status = RequestStatus.WAITING
         self.output_token_ids: list[int] = []

@@ -12,12 +12,13 @@ known only within bounds (`Request.most_tokens`), and blocks are allocated for t
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from paceline.core.config import SchedulerConfig
+from paceline.core.cost_model import CostModel
 from paceline.core.deadlines import Deadlines
 from paceline.core.depth import StepLoad
 from paceline.core.kv_cache_manager import KVCacheManager
@@ -54,6 +55,7 @@ from paceline.errors import (
     Unavailable,
 )
 
+PACED_SPEED: Final = 0.5  # of the tokens per second that full steps read of prompts: what a request's pace leaves them
 NOBODY: Final[frozenset[str]] = frozenset()
 SHORTEST_RUN: Final = 1e-9  # seconds: who was let in by this very step gives way to nobody
 MAX_OUTSTANDING: Final = 2  # the plan that runs and the one made meanwhile
@@ -380,16 +382,20 @@ class Scheduler:
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def _prompt_budget(self) -> int:
-        """Rows that prompts may have beside decodes, so that the step stays as short as they need it."""
-        costs, seconds = self.speculation.costs, min([*self._paced.values(), self.config.max_step_seconds or math.inf])
-        if costs is None or seconds == math.inf:
-            return self.config.max_num_batched_tokens
+        """Rows that prompts may have beside decodes, so that the step stays as short as they need it. A request's pace
+        leaves prompts part of their speed, whoever's they are; the server's own limit may leave them a few rows.
+        """
+        costs, rows = self.speculation.costs, self.config.max_num_batched_tokens
+        pace, limit = min(self._paced.values(), default=math.inf), self.config.max_step_seconds or math.inf
+        if costs is None or min(pace, limit) == math.inf:
+            return rows
         decodes = sum(bool(request.output_token_ids) for request in self.running.values())
         if not decodes:
-            return self.config.max_num_batched_tokens
-        counts = range(self.config.max_num_batched_tokens + 1)
-        fitting = bisect_right(counts, seconds, key=lambda rows: costs.target(decodes + rows, 0, decodes))
-        return max(LEAST_ROWS, fitting - 1)
+            return rows
+        rows = _rows_within(costs, decodes, limit, rows)
+        if pace < limit:
+            rows = max(_rows_within(costs, decodes, pace, rows), _rows_at(PACED_SPEED, costs, decodes, rows))
+        return max(LEAST_ROWS, rows)
 
     def _prompt_rows(self, wanted: int, step: StepBuilder, budget: int) -> int:
         """Known tokens of one prompt that the step may compute."""
@@ -763,7 +769,7 @@ class Scheduler:
             request.first_token = now
         if sequence.finish is None:
             return RequestOutput(request.request_id, offset, token_ids)
-        self.rate.ended(len(request.output_token_ids), request.max_output_tokens)
+        self.rate.ended(len(request.output_token_ids), request.chosen_max_tokens)
         stats = RequestStats.of(request, now)
         self._end(request)
         return RequestOutput(request.request_id, offset, token_ids, sequence.finish, stats)
@@ -850,3 +856,19 @@ class Scheduler:
                     prefixes = request.all_token_ids[:end], first.all_token_ids[:end]
                     assert prefixes[0] == prefixes[1], f"block {block}: prefixes differ"
                     assert end <= request.num_computed_tokens, f"block {block} is open"
+
+
+def _rows_within(costs: CostModel, decodes: int, seconds: float, most: int) -> int:
+    """How many rows of prompts, up to `most`, fit a step of so many seconds beside decodes."""
+    fitting = bisect_right(range(most + 1), seconds, key=lambda rows: costs.target(decodes + rows, 0, decodes))
+    return max(0, fitting - 1)
+
+
+def _rows_at(speed: float, costs: CostModel, decodes: int, most: int) -> int:
+    """The fewest rows of prompts at which steps read so much of the tokens per second that they read with `most`."""
+    whole = costs.target(decodes + most, 0, decodes)
+
+    def gained(rows: int) -> float:
+        return rows * whole - speed * most * costs.target(decodes + rows, 0, decodes)
+
+    return bisect_left(range(most), 0.0, key=gained)

@@ -8,6 +8,11 @@ from paceline.core.plan import SequenceResult, SequenceWork
 
 DECAY: Final = 0.95  # of what was known, per step
 ENDINGS_DECAY: Final = 0.9  # per request that ends
+# Requests in a row that end, none of them of some kind, before what is known of the kind is forgotten: it may be why
+# none is let in.
+ENDINGS_KEPT: Final = 100
+UNLIMITED: Final = 0  # the kind of those who did not choose how long they may become
+NOTHING: Final = (0.0, 0)
 # Of a step to what was known: one that took longer was disturbed, and teaches no more than that.
 LARGEST_RATIO: Final = 3.0
 LONGEST_WAIT: Final = 60.0  # seconds that anybody is asked to wait
@@ -24,7 +29,6 @@ class ServiceRate:
         prompt_seconds: of a step that reads prompts; 0 before the first.
         token_seconds: between two tokens of one completion; 0 before the first.
         completion_tokens: of a request that ended by itself; 0 before the first.
-        used_share: of the tokens that such a request might have had.
         prompt_charge, token_charge: engine seconds that a prompt token and a completion token are charged.
     """
 
@@ -37,7 +41,10 @@ class ServiceRate:
         self.prompt_seconds = 0.0
         self.token_seconds = 0.0
         self.completion_tokens = 0.0
-        self.used_share = 0.0
+        # By kind of request: the share of its limit that such a one used, or its tokens, if it had none; and how many
+        # had ended by then, of any kind.
+        self._used: dict[int, tuple[float, int]] = {}
+        self._num_ended = 0
         self.prompt_charge = 0.0
         self.token_charge = 0.0
         self._between_ends = 0.0  # seconds
@@ -68,9 +75,12 @@ class ServiceRate:
             self.token_seconds = _mean(self.token_seconds, seconds * decodes / emitted)
             self.token_charge = _mean(self.token_charge, max(0.0, seconds - of_prompts) / emitted)
 
-    def ended(self, completion_tokens: int, max_tokens: int) -> None:
-        """A request is done, with so many of the tokens that it might have had."""
-        self.used_share = _mean(self.used_share, completion_tokens / max_tokens, ENDINGS_DECAY)
+    def ended(self, completion_tokens: int, max_tokens: int | None) -> None:
+        """A request is done, with so many of the tokens that it might have had; None if it did not choose a limit."""
+        kind, unit = _kind(max_tokens)
+        used = _mean(self._used_by(kind), completion_tokens / unit, ENDINGS_DECAY)
+        self._num_ended += 1
+        self._used[kind] = used, self._num_ended
         self.completion_tokens = _mean(self.completion_tokens, completion_tokens, ENDINGS_DECAY)
         self._between_ends = _mean(self._between_ends, self._since_end, ENDINGS_DECAY)
         self._since_end = 0.0
@@ -79,28 +89,43 @@ class ServiceRate:
         """Of a request that starts now, if its prompt has the steps for itself."""
         return -(-prompt_tokens // self._budget) * self.prompt_seconds
 
-    def seconds_to_end(self, known_tokens: int, max_tokens: int, emitted: int = 0) -> float:
-        """Of a request that starts now, or again, and uses as much as most of what it may have, or is as long as most.
+    def seconds_to_end(self, known_tokens: int, room: int, max_tokens: int | None, emitted: int = 0) -> float:
+        """Of a request that starts now, or again, and becomes as long as those of its kind.
 
         Args:
             known_tokens: to compute first: the prompt, and those `emitted` before.
-            max_tokens: that may still come.
+            room: tokens that may still come.
+            max_tokens: that it may have by its own choice.
         """
-        to_come = self._to_come(max_tokens, emitted)
+        to_come = min(room, max(self._length(max_tokens) - emitted, 0.0))
         return self.seconds_to_first_token(known_tokens) + self.token_seconds * to_come
 
-    def charge(self, prompt_tokens: int, max_tokens: int) -> float:
-        """Engine seconds that a request would be charged."""
-        return prompt_tokens * self.prompt_charge + self._to_come(max_tokens, 0) * self.token_charge
+    def charge(self, prompt_tokens: int, room: int, max_tokens: int | None) -> float:
+        """Engine seconds that a request would be charged; arguments as of `seconds_to_end`."""
+        return prompt_tokens * self.prompt_charge + min(room, self._length(max_tokens)) * self.token_charge
 
-    def _to_come(self, max_tokens: int, emitted: int) -> float:
-        """Tokens of a completion of which so many are emitted and so many may still come."""
-        length = max(self.completion_tokens, self.used_share * (emitted + max_tokens))
-        return min(max_tokens, max(length - emitted, 0.0))
+    def _length(self, max_tokens: int | None) -> float:
+        """Tokens of a completion that may have so many by its own choice: as those of its kind were lately, or as all
+        were, where nobody knows.
+        """
+        kind, unit = _kind(max_tokens)
+        return self._used_by(kind) * unit or self.completion_tokens
+
+    def _used_by(self, kind: int) -> float:
+        """As a share or in tokens; 0 if nobody knows."""
+        used, num_ended = self._used.get(kind, NOTHING)
+        return used if self._num_ended - num_ended < ENDINGS_KEPT else 0.0
 
     def seconds_until_ends(self, count: int) -> float:
         """Until so many requests have ended, within what anybody should be asked to wait."""
         return min(max(count * self._between_ends, SHORTEST_WAIT), LONGEST_WAIT)
+
+
+def _kind(max_tokens: int | None) -> tuple[int, int]:
+    """Of a request with such a limit, none of which is twice another of its kind; and the tokens that its length is a
+    share of, or one, where it is told in tokens.
+    """
+    return (UNLIMITED, 1) if max_tokens is None else (max_tokens.bit_length(), max_tokens)
 
 
 def _mean(before: float, value: float, decay: float = DECAY) -> float:

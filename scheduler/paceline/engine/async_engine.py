@@ -102,7 +102,14 @@ class AsyncEngine:
             prepared = self.engine.prepare(request)
         self._check_time(request)
         request_id = self.engine.add(request, prepared)
-        stream = Stream(request_id, len(prepared.prompt_token_ids), self._abandon, request.n, self._turns)
+        stream = Stream(
+            request_id,
+            len(prepared.prompt_token_ids),
+            self._abandon,
+            request.n,
+            self._turns,
+            first_leads=request.logprobs.prompt is not None,
+        )
         self._streams.update((request_id + choice, stream) for choice in range(request.n))
         self._empty.clear()
         self._wake.set()

@@ -71,13 +71,16 @@ class Stream:
     Args:
         on_abandon: told of the request that nobody reads any more.
         turns: with whose readers this one's shares the event loop; None: it is woken at once.
+        first_leads: what comes of other choices waits for something of the first, which brings what is told of all: the
+            prompt's logprobs. Others may be earlier, since they compute less of the prompt.
 
     Attributes:
         request_id: the engine's id of the first completion.
         prompt_tokens: length of the prompt.
         cached_prompt_tokens: of these, those whose KV was there already; known with the first delta. The step loop sets
             it.
-        prompt_logprobs: if the request asked for them, known with the first delta, which has them too.
+        prompt_logprobs: if the request asked for them, known with the first delta that can be taken; the first choice's
+            has them too.
         num_choices: completions.
         backlog: tokens that nobody has taken.
     """
@@ -86,6 +89,7 @@ class Stream:
         "_choices",
         "_closed",
         "_due",
+        "_early",
         "_error",
         "_hold",
         "_most_backlog",
@@ -96,6 +100,7 @@ class Stream:
         "_reader",
         "_sleeper",
         "_timer",
+        "_waits_for_first",
         "backlog",
         "cached_prompt_tokens",
         "num_choices",
@@ -111,6 +116,7 @@ class Stream:
         on_abandon: Callable[[int], None],
         num_choices: int = 1,
         turns: Turns | None = None,
+        first_leads: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -121,6 +127,8 @@ class Stream:
         self._on_abandon = on_abandon
         self._choices = tuple([Choice() for _ in range(num_choices)])
         self._due: tuple[Choice, ...] = ()  # longest due first
+        self._waits_for_first = first_leads  # nothing of the first choice has come
+        self._early: tuple[Choice, ...] = ()  # that would be due, but for that
         self._num_open = num_choices  # choices that may still grow
         self._num_unread = num_choices  # choices whose end the reader has not seen
         self._error: PacelineError | None = None
@@ -160,6 +168,8 @@ class Stream:
         else:
             self._make_due(choice)
             self._reader.wake()
+        if self._waits_for_first and delta.choice == 0:
+            self._let_others_go()
         if self.backlog > self._most_backlog and self._on_backlog is not None:
             self._on_backlog()
 
@@ -168,6 +178,7 @@ class Stream:
         if self.ended:
             return
         self._error = error
+        self._let_others_go()
         if self._hold < math.inf:
             self._release()
         else:
@@ -186,9 +197,21 @@ class Stream:
         self._reader.wake()
 
     def _make_due(self, choice: Choice) -> None:
-        if not choice.is_due:
-            choice.is_due = True
+        if choice.is_due:
+            return
+        choice.is_due = True
+        if self._waits_for_first and choice is not self._choices[0]:
+            self._early += (choice,)
+        else:
             self._due += (choice,)
+
+    def _let_others_go(self) -> None:
+        """Nothing waits for the first choice any more."""
+        self._waits_for_first = False
+        if self._early:
+            self._due += self._early
+            self._early = ()
+            self._reader.wake()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
