@@ -70,6 +70,22 @@ def test_service_follows_weights(lag: int, weights: tuple[int, int], prompts: tu
     assert ratio == pytest.approx(weights[0] / weights[1], rel=0.05)
 
 
+def test_who_comes_where_another_has_run_for_long_is_owed_a_little() -> None:
+    """And not as much as that one had meanwhile, which would lock it out."""
+    shop = Shop(max_num_seqs=1)
+    shop.add_for("a", max_tokens=100)
+    for _ in range(98):
+        shop.step()
+    for _ in range(20):
+        shop.add_for("b", max_tokens=4)
+        shop.add_for("a", max_tokens=4)
+    shop.drain()
+    first, *others = shop.order
+    assert first == "a"
+    assert others[:3] == ["b", "b", "b"]
+    assert abs(others[:20].count("a") - 9) <= 1, others
+
+
 def test_within_a_tenant_first_come_first_served() -> None:
     shop = Shop(max_num_seqs=1)
     requests = [shop.add_for("a", max_tokens=2) for _ in range(5)]

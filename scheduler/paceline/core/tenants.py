@@ -20,6 +20,9 @@ EMPTY: Final = 1e-6  # tokens that a bucket may lack by rounding
 # Of its share of places: what a tenant has to ask for to be held back for others, and what those ask for at most.
 GREED, LIGHT = 2.0, 0.25
 MOST_IDLE: Final = 1024  # tenants that are remembered although they have no requests
+MOST_CREDIT: Final = (
+    10.0  # seconds of service over weight that a tenant is owed that comes where others have run for long
+)
 
 
 class Tenant:
@@ -157,6 +160,8 @@ class Tenants:
         """Queue a request, new or preempted."""
         tenant = self._tenants[request.tenant]
         if not tenant.queue:
+            if not tenant.num_running:
+                tenant.service = max(tenant.service, self._least_service(tenant) - MOST_CREDIT)
             tenant.service = max(tenant.service, self._level)
             self._waiting[tenant.name] = tenant
         tenant.queue.push(request)
