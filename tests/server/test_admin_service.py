@@ -198,6 +198,34 @@ async def test_cancel(serving: Serving, running: bool) -> None:
     await serving.until(lambda: serving.idle)
 
 
+async def test_cancel_where_tenants_have_the_same_id(serving: Serving) -> None:
+    calls = {name: await begun(serving, of(name, "hello" + name, request_id="mine")) for name in ("", "a", "bcd")}
+    serving.runner.allow(1)
+    await serving.until(lambda: serving.engine.engine.totals.tokens > 0)
+    admin = stub_of(serving)
+    found = (await admin.ListRequests(pb.ListRequestsRequest())).requests
+    assert [(live.request_id, live.tenant, live.prompt_tokens) for live in found] == [
+        ("mine", "", 5),
+        ("mine", "a", 6),
+        ("mine", "bcd", 8),
+    ]
+    assert [live.running_choices for live in found] == [1, 1, 1], "each tells of its own"
+    error = await failure(admin.CancelGeneration(pb.CancelGenerationRequest(request_id="mine")))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "request_id = 'mine': must be 'TENANT ID' here" in (error.details() or "")
+    assert serving.engine.num_live == 3
+    for tenant in ("bcd", ""):
+        await admin.CancelGeneration(pb.CancelGenerationRequest(request_id=f"{tenant} mine"))
+        assert (await stream_failure(calls[tenant])).code() is CANCELLED
+        error = await failure(admin.CancelGeneration(pb.CancelGenerationRequest(request_id=f"{tenant} mine")))
+        assert error.code() is NOT_FOUND
+    [left] = (await admin.ListRequests(pb.ListRequestsRequest())).requests
+    assert left.tenant == "a"
+    await admin.CancelGeneration(pb.CancelGenerationRequest(request_id="mine"))
+    assert (await stream_failure(calls["a"])).code() is CANCELLED
+    await serving.until(lambda: serving.idle)
+
+
 async def test_cancel_on_the_way_to_the_engine(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its prompt is tokenised in another thread, it is live too."""
     submit, go_on = serving.engine.submit, asyncio.Event()

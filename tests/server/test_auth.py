@@ -140,6 +140,25 @@ async def test_forms_of_a_key(served: Serving, form: str) -> None:
     assert [response async for response in served.stub.Generate(request(), metadata=metadata)]
 
 
+async def test_ids_are_a_tenants_own(served: Serving) -> None:
+    """Whoever uses one learns nothing of others who do, by whatever key."""
+    asked = [
+        (request(request_id="mine"), bearer(CHAT)),
+        (request(request_id="mine"), bearer(OTHER)),
+        (request(), (*bearer(FRONT), ("x-request-id", "mine"))),  # of no tenant
+    ]
+    calls = []
+    for message, metadata in asked:
+        calls.append(served.stub.Generate(message, metadata=metadata))
+        await served.until(lambda: served.engine.num_live == len(calls))
+    error = await failure(served.stub.Generate(request(request_id="mine"), metadata=bearer(CHAT_TOO)))
+    assert error.code() is grpc.StatusCode.ALREADY_EXISTS, "the tenant's own"
+    served.runner.open()
+    for call in calls:
+        first, *_ = [response async for response in call]
+        assert first.started.request_id == "mine"
+
+
 async def test_another_tenants_name(served: Serving) -> None:
     message = request(scheduling=pb.SchedulingParams(tenant="other"))
     code, said = await refused(served.stub.Generate(message, metadata=bearer(CHAT)))

@@ -135,6 +135,8 @@ CALLS: list[tuple[Callable[[Any], Any], Any, str, str]] = [
         'tenant: "t"',
     ),
     (lambda c: c.admin.cancel("r"), None, "CancelGeneration", 'request_id: "r"'),
+    (lambda c: c.admin.cancel("r", "t"), None, "CancelGeneration", 'request_id: "t r"'),
+    (lambda c: c.admin.cancel("r", tenant=""), None, "CancelGeneration", 'request_id: " r"'),
     (lambda c: c.admin.drain(), Drained(3, 1), "Drain", ""),
     (lambda c: c.admin.drain(0), Drained(3, 1), "Drain", "grace {}"),
     (lambda c: c.admin.drain(1.5, timeout=9.0), Drained(3, 1), "Drain", "grace {seconds: 1 nanos: 500000000}"),
@@ -221,6 +223,33 @@ async def test_closing_under_a_question_is_an_error_to_it() -> None:
     await client.aclose()
     with pytest.raises(errors.Cancelled):
         await waiting
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_cancel_whose_answer_is_lost_is_no_end_that_was_not_found(blocking: bool) -> None:
+    live, asked = {"r-1"}, list[str]()
+
+    class Lossy(admin_pb2_grpc.AdminServiceServicer):
+        async def CancelGeneration(self, request: Any, context: Any) -> None:
+            asked.append(request.request_id)
+            if request.request_id not in live:
+                await context.abort(grpc.StatusCode.NOT_FOUND, "none")
+            live.remove(request.request_id)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")  # as gRPC says it
+
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(Lossy(), server)  # type: ignore[no-untyped-call]
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    if blocking:
+        with Client(address) as client, pytest.raises(errors.Unavailable):
+            await asyncio.to_thread(client.admin.cancel, "r-1")
+    else:
+        async with AsyncClient(address) as client_too:
+            with pytest.raises(errors.Unavailable):
+                await client_too.admin.cancel("r-1")
+    assert asked == ["r-1"]
     await server.stop(None)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.sim import reference_output
 from paceline.v1 import generation_pb2 as pb
-from support.serving import EOS, MODEL, Serving, request, text_of
+from support.serving import EOS, MODEL, Serving, failure, request, text_of
 
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
@@ -218,6 +218,26 @@ async def test_request_ids_are_made_up_and_free_again_afterwards(free: Serving) 
     assert first != second
     for _ in range(2):
         assert (await read(free, request(request_id="again")))[0].started.request_id == "again"
+
+
+async def test_calls_of_one_trace(serving: Serving) -> None:
+    """They have the same "x-request-id". Who asked for an id by name gets that one or none."""
+    trace = (("x-request-id", "trace"),)
+    calls: list[Call] = []
+    for _ in range(3):
+        calls.append(serving.stub.Generate(request(), metadata=trace))
+        await serving.until(lambda: serving.engine.num_live == len(calls))
+    for name in ("trace", "trace-2"):
+        error = await failure(serving.stub.Generate(request(request_id=name)))
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+    serving.runner.open()
+    for call, name in zip(calls, ("trace", "trace-2", "trace-3"), strict=True):
+        assert ("x-request-id", name) in list(await call.initial_metadata())
+        first, *_ = [response async for response in call]
+        assert first.started.request_id == name
+        assert ("x-request-id", name) in list(await call.trailing_metadata())
+    first, *_ = [response async for response in serving.stub.Generate(request(), metadata=trace)]
+    assert first.started.request_id == "trace"
 
 
 async def test_nothing_is_sent_before_the_first_token(serving: Serving) -> None:

@@ -37,8 +37,9 @@ class Many:
         errors: of each key, in order.
     """
 
-    def __init__(self, served: Serving, timeout: float | None = None) -> None:
-        self.call: Call = served.stub.GenerateMany(timeout=timeout)
+    def __init__(self, served: Serving, timeout: float | None = None, name: str | None = None) -> None:
+        metadata = None if name is None else (("x-request-id", name),)
+        self.call: Call = served.stub.GenerateMany(timeout=timeout, metadata=metadata)
         self.messages: list[pb.GenerateManyResponse] = []
         self.responses: defaultdict[int, list[pb.GenerateResponse]] = defaultdict(list)
         self.errors: defaultdict[int, list[pb.GenerationError]] = defaultdict(list)
@@ -157,6 +158,20 @@ async def test_ids_are_named_after_the_rpc(free: Serving) -> None:
     assert message.responses[0].response.started.request_id == "gateway-1/1"
     call.cancel()
     await free.until(lambda: free.idle)
+
+
+async def test_rpcs_of_one_trace(serving: Serving) -> None:
+    """They have the same "x-request-id", and what they bring has ids of its own."""
+    clients = [Many(serving, name="trace") for _ in range(2)]
+    for count, client in enumerate(clients, start=1):
+        await client.start(1, request("hello"))
+        await serving.until(lambda count=count: serving.engine.num_live == count)  # type: ignore[misc]
+    await clients[0].start(2, request("hello", request_id="trace/1-2"))
+    assert (await clients[0].error_of(2)).reason == "DUPLICATE_REQUEST_ID"
+    serving.runner.open()
+    for client in clients:
+        await client.finish()
+    assert [client.responses[1][0].started.request_id for client in clients] == ["trace/1", "trace/1-2"]
 
 
 async def test_a_key_may_be_used_again_after_its_end(free: Serving) -> None:
@@ -381,7 +396,7 @@ async def test_an_operator_cancels_one(serving: Serving) -> None:
     await client.start(1, request("hello", request_id="unwanted", max_tokens=500))
     await client.start(2, request("stays"))
     await serving.until(lambda: len(serving.scheduler.requests) == 2)
-    live = serving.server.live.get("unwanted")
+    live = serving.server.live.get("unwanted", "")
     assert live is not None
     assert live.cancel(serving.engine)
     assert (await client.error_of(1)).code == code_pb2.CANCELLED

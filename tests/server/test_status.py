@@ -154,7 +154,7 @@ async def cancelled(served: Serving) -> Failure:
     """By an operator, in the client's place."""
     call = asyncio.create_task(asking(served, request(request_id="unwanted")))
     await served.until(lambda: served.engine.num_live == 1)
-    live = served.server.live.get("unwanted")
+    live = served.server.live.get("unwanted", "")
     assert live is not None
     assert live.stream is not None
     assert served.engine.abort(live.stream.request_id)

@@ -133,9 +133,10 @@ def ask_requests(tenant: str) -> Question[tuple[LiveRequest, ...]]:
     )
 
 
-def ask_cancel(request_id: str) -> Question[None]:
-    request = pb.CancelGenerationRequest(request_id=request_id)
-    return Question(f"{_SERVICE}CancelGeneration", request, pb.CancelGenerationResponse, lambda answer: None)
+def ask_cancel(live_id: str, tenant: str | None) -> Question[None]:
+    request = pb.CancelGenerationRequest(request_id=live_id if tenant is None else f"{tenant} {live_id}")
+    answer = pb.CancelGenerationResponse
+    return Question(f"{_SERVICE}CancelGeneration", request, answer, lambda _: None, repeatable=False)
 
 
 def ask_drain(grace: float | None) -> Question[Drained]:
@@ -185,9 +186,17 @@ class AsyncAdmin:
         """The generations that have not ended, of one tenant or of everybody."""
         return await self._ask(ask_requests(tenant), **options)
 
-    async def cancel(self, live_id: str, **options: Unpack[CallOptions]) -> None:
-        """End the generation of that id with CANCELLED. Raises `NotFound` if none is live."""
-        await self._ask(ask_cancel(live_id), **options)
+    async def cancel(self, live_id: str, tenant: str | None = None, **options: Unpack[CallOptions]) -> None:
+        """End the generation of that id with CANCELLED: of this tenant, or of the only one that has such an id.
+
+        Never retried: what was done and whose answer was lost would be answered by `NotFound`. After `Unavailable` it
+        may have ended; to be sure, cancel it again, and take `NotFound` for an end.
+
+        Raises:
+            NotFound: none is live.
+            InvalidArgument: several tenants have one.
+        """
+        await self._ask(ask_cancel(live_id, tenant), **options)
 
     async def drain(self, grace: float | None = None, **options: Unpack[CallOptions]) -> Drained:
         """Take nothing new, and return when everything has ended, or after `grace` seconds, when what is left fails."""
@@ -210,8 +219,9 @@ class Admin:
     def requests(self, tenant: str = "", **options: Unpack[CallOptions]) -> tuple[LiveRequest, ...]:
         return self._ask(ask_requests(tenant), **options)
 
-    def cancel(self, live_id: str, **options: Unpack[CallOptions]) -> None:
-        self._ask(ask_cancel(live_id), **options)
+    def cancel(self, live_id: str, tenant: str | None = None, **options: Unpack[CallOptions]) -> None:
+        """Not retried either: see there."""
+        self._ask(ask_cancel(live_id, tenant), **options)
 
     def drain(self, grace: float | None = None, **options: Unpack[CallOptions]) -> Drained:
         return self._ask(ask_drain(grace), **options)

@@ -35,7 +35,7 @@ class AsyncClient:
 
     Connects with the first call and reconnects by itself. A call that the server could not take is made again, when the
     server asked for it, or after a short while if it could not be reached: up to `max_retries` times, within its
-    timeout, and never once there was an answer.
+    timeout, and never once there was an answer. `admin.cancel` is made once.
 
     Args:
         target: "HOST:PORT", "unix:PATH", or another of gRPC's, such as "dns:///HOST:PORT".
@@ -202,7 +202,8 @@ class AsyncClient:
 
     async def _ask(self, question: Question[T], /, **options: Unpack[CallOptions]) -> T:
         metadata = self._connection.call_metadata(options.get("request_id"), options.get("traceparent"))
-        return await self._answer(question, self._begin(options.get("timeout")), metadata)
+        begin = self._begin if question.repeatable else NO_RETRIES.begin
+        return await self._answer(question, begin(options.get("timeout")), metadata)
 
     async def _answer(
         self,

@@ -19,9 +19,11 @@ class Question(Generic[T]):
         method: full name, with a slash in front.
         answer: the message that comes back.
         read: what the caller gets of it.
+        repeatable: it may be asked again where its answer may have been lost.
     """
 
     method: str
     request: Message
     answer: type[Message]
     read: Callable[[Any], T]
+    repeatable: bool = True

@@ -238,7 +238,8 @@ class Client:
 
     def _ask(self, question: Question[T], /, **options: Unpack[CallOptions]) -> T:
         metadata = self._connection.call_metadata(options.get("request_id"), options.get("traceparent"))
-        return self._answer(question, self._begin(options.get("timeout")), metadata)
+        begin = self._begin if question.repeatable else NO_RETRIES.begin
+        return self._answer(question, begin(options.get("timeout")), metadata)
 
     def _answer(self, question: Question[T], attempts: Attempts, metadata: Metadata, wait_for_ready: bool = False) -> T:
         while True:

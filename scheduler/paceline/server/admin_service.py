@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -77,7 +77,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         for start in range(0, len(wanted), BATCH):
             await asyncio.sleep(0)
             # Others may have ended meanwhile.
-            batch = [one for one in wanted[start : start + BATCH] if self._live.get(one.request_id) is one]
+            batch = [one for one in wanted[start : start + BATCH] if self._live.get(one.request_id, one.tenant) is one]
             response.requests.extend(_describe(batch, engine))
         return response
 
@@ -85,7 +85,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: pb.CancelGenerationRequest, context: Context
     ) -> pb.CancelGenerationResponse:
         engine = self._loaded()
-        live = self._live.get(request.request_id)
+        live = self._live.find(request.request_id)
         if live is None or not live.cancel(engine):
             text = f"no generation with request_id {brief(request.request_id)} is live"
             raise NotFound(text, kind="generation", name=request.request_id[:80])
@@ -137,13 +137,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return (tokens - before) / (now - since) if now > since else 0.0
 
 
-def _describe(generations: Iterable[LiveGeneration], engine: AsyncEngine) -> list[pb.LiveRequest]:
+def _describe(generations: Sequence[LiveGeneration], engine: AsyncEngine) -> list[pb.LiveRequest]:
     scheduler, now = engine.engine.scheduler, time.monotonic()
-    choices = {live.request_id: _choices(live, scheduler.requests) for live in generations}
-    report = scheduler.speculation.report([request for requests in choices.values() for request in requests]).requests
+    choices = [_choices(live, scheduler.requests) for live in generations]
+    report = scheduler.speculation.report([request for requests in choices for request in requests]).requests
     found = []
-    for live in generations:
-        own = choices[live.request_id]
+    for live, own in zip(generations, choices, strict=True):
         stream = live.stream
         found.append(
             pb.LiveRequest(

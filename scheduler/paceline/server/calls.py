@@ -100,7 +100,8 @@ class Call:
 
     Attributes:
         method: full name, with a slash in front.
-        request_id: the client's, from the metadata "x-request-id" or its message; made up if it gave none.
+        request_id: the client's, from its message or the metadata "x-request-id"; made up if it gave none. Metadata
+            may name several calls of a trace alike; generations that live at once are told apart by a number behind.
         traceparent: as the client sent it, if it is one (W3C trace context); else "".
         admit: asks the gate, which may have another answer later: who calls, or an error.
         caller: known once the RPC has been admitted.

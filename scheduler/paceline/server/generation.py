@@ -57,6 +57,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         call = current_call()
         call.request_id = read_request_id(request) or call.request_id
         async with self._deliver(request, call.request_id, context) as delivery, watched(self._bounds) as watch:
+            call.request_id = delivery.request_id
             stream, begun = delivery.stream, False
             watch.watch(stream)
             while not stream.exhausted:  # not `async for`, which has a coroutine for each delta
@@ -92,17 +93,17 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     @asynccontextmanager
     async def _deliver(
-        self, request: pb.GenerateRequest, request_id: str, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: pb.GenerateRequest, name: str, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Delivery]:
         """A generation while it lives; leaving the block ends it.
 
         Args:
-            request_id: what it is called where its own message does not say.
+            name: what it is called where its own message does not say; with a number behind if that is taken.
 
         Raises:
             PacelineError: it is refused; or why the block was left.
         """
-        request_id = read_request_id(request) or request_id
+        chosen = read_request_id(request)
         if self._engine is None:
             raise Unavailable("the model is still loading", reason=Reason.MODEL_LOADING)
         engine, caller = self._engine.engine, current_call().caller
@@ -112,12 +113,12 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         tenant = caller.tenant_of(wanted.scheduling.tenant)
         caller.check_model(engine.model_name, tenant)
         wanted = replace(wanted, scheduling=replace(wanted.scheduling, tenant=tenant))
-        with self._live.claim(request_id, tenant) as live:
+        with self._live.claim(chosen or name, tenant, rename=not chosen) as live:
             async with aclosing(await self._engine.submit(wanted)) as stream:
                 live.attach(stream)
                 stream.hold(hold)
                 started = pb.Started(
-                    request_id=request_id,
+                    request_id=live.request_id,
                     model=engine.model_name,
                     prompt_tokens=stream.prompt_tokens,
                     seed=wanted.sampling.seed,

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from paceline.engine import AsyncEngine, Stream
-from paceline.errors import AlreadyExists, Cancelled, PacelineError
+from paceline.errors import AlreadyExists, Cancelled, InvalidArgument, PacelineError
 from paceline.server.calls import find_call
 from paceline.server.status import rule_for
 
@@ -30,6 +30,7 @@ class LiveGeneration:
     since: float = field(default_factory=time.monotonic)
     stream: Stream | None = None
     _cancelled: bool = False
+    _namesakes: int = 1
 
     def attach(self, stream: Stream) -> None:
         """The engine has taken it. Raises Cancelled if it has been cancelled on its way there."""
@@ -42,30 +43,44 @@ class LiveGeneration:
         self._cancelled = True
         return self.stream is None or engine.abort(self.stream.request_id)
 
+    def name_another(self) -> str:
+        """A new id, for one more that came by this one: with the number behind it that it has among them."""
+        self._namesakes += 1
+        return f"{self.request_id}-{self._namesakes}"
+
 
 # Told of a generation that has ended, and with which status.
 EndObserver: TypeAlias = Callable[[LiveGeneration, grpc.StatusCode], None]
 
 
 class LiveGenerations:
-    """Who claims an id holds it until it leaves.
+    """Who claims an id holds it until it leaves. Ids are a tenant's own: others may use the same, and learn nothing.
 
     Attributes:
         on_end: called at the one end of every generation; they must not raise. Append to it.
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[str, LiveGeneration] = {}
+        self._live: dict[tuple[str, str], LiveGeneration] = {}  # by tenant and id
         self.on_end: list[EndObserver] = []
 
     @contextmanager
-    def claim(self, request_id: str, tenant: str) -> Iterator[LiveGeneration]:
-        """Hold the id while the generation lives; how the block is left is how it ends. Raises AlreadyExists if another
-        holds it.
+    def claim(self, request_id: str, tenant: str, *, rename: bool = False) -> Iterator[LiveGeneration]:
+        """Hold the id while the generation lives; how the block is left is how it ends.
+
+        Args:
+            rename: where another of the tenant holds the id, take it with a number behind.
+
+        Raises:
+            AlreadyExists: another of the tenant holds it.
         """
-        if request_id in self._by_id:
-            raise AlreadyExists(f"request_id {request_id!r} belongs to a request that is still running")
-        live = self._by_id[request_id] = LiveGeneration(request_id, tenant)
+        holder = self.get(request_id, tenant)
+        if holder is not None:
+            if not rename:
+                raise AlreadyExists(f"request_id {request_id!r} belongs to a request that is still running")
+            while self.get(request_id, tenant) is not None:
+                request_id = holder.name_another()
+        live = self._live[tenant, request_id] = LiveGeneration(request_id, tenant)
         call = find_call()
         if call is not None:
             call.tenant = tenant
@@ -76,20 +91,32 @@ class LiveGenerations:
             code = _code_of(error)
             raise
         finally:
-            del self._by_id[request_id]
+            del self._live[tenant, request_id]
             if call is not None:
                 call.tokens = (call.tokens or 0) + (live.stream.num_tokens if live.stream else 0)
             for observe in self.on_end:
                 observe(live, code)
 
-    def get(self, request_id: str) -> LiveGeneration | None:
-        return self._by_id.get(request_id)
+    def get(self, request_id: str, tenant: str) -> LiveGeneration | None:
+        return self._live.get((tenant, request_id))
+
+    def find(self, name: str) -> LiveGeneration | None:
+        """Of any tenant: by its id, or by tenant and id with a blank between, which no id has. Raises InvalidArgument:
+        several tenants have one of that id.
+        """
+        tenant, blank, request_id = name.rpartition(" ")
+        if blank:
+            return self.get(request_id, tenant)
+        found = [live for live in self if live.request_id == name]
+        if len(found) > 1:
+            raise InvalidArgument("request_id", name, "'TENANT ID' here: several tenants have a request of that id")
+        return found[0] if found else None
 
     def __iter__(self) -> Iterator[LiveGeneration]:
-        return iter(list(self._by_id.values()))
+        return iter(list(self._live.values()))
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._live)
 
 
 def _code_of(error: BaseException) -> grpc.StatusCode:

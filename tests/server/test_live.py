@@ -1,0 +1,55 @@
+"""Who holds which id, and what becomes of one that is taken."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from paceline.errors import AlreadyExists, InvalidArgument
+from paceline.server.live import LiveGenerations
+
+
+def test_a_tenant_has_an_id_once() -> None:
+    live = LiveGenerations()
+    with live.claim("mine", "a") as ours, live.claim("mine", "b") as theirs:
+        assert live.get("mine", "a") is ours
+        assert live.get("mine", "b") is theirs
+        assert live.get("mine", "") is None
+        with pytest.raises(AlreadyExists), live.claim("mine", "a"):
+            pass
+        assert len(live) == 2
+    with live.claim("mine", "a"):
+        assert live.get("mine", "b") is None
+    assert not len(live)
+
+
+def test_one_that_may_have_another_name_gets_one() -> None:
+    live = LiveGenerations()
+    with ExitStack() as rest:
+        with live.claim("trace", "a", rename=True) as first:
+            assert first.request_id == "trace"
+            with live.claim("trace-2", "a"), live.claim("trace", "a", rename=True) as one:
+                assert one.request_id == "trace-3", "a client has the second name for another"
+            last = rest.enter_context(live.claim("trace", "a", rename=True))
+            assert last.request_id == "trace-4", "names do not come back while the first lives"
+            assert live.get("trace-4", "a") is last
+            with live.claim("trace", "b", rename=True) as other:
+                assert other.request_id == "trace", "another tenant's"
+        rest.enter_context(live.claim("trace", "a", rename=True))
+        names = [rest.enter_context(live.claim("trace", "a", rename=True)).request_id for _ in range(3)]
+        assert names == ["trace-2", "trace-3", "trace-5"], "one of those who came before still lives"
+    assert not len(live)
+
+
+def test_who_sees_all_tenants_names_one() -> None:
+    live = LiveGenerations()
+    with live.claim("mine", "") as nobodys, live.claim("theirs", "b") as theirs:
+        assert live.find("mine") is live.find(" mine") is nobodys
+        assert live.find("theirs") is live.find("b theirs") is theirs
+        assert live.find("a theirs") is live.find(" theirs") is live.find("") is live.find(" ") is None
+        with live.claim("mine", "a") as ours:
+            assert live.find("a mine") is ours
+            assert live.find(" mine") is nobodys
+            with pytest.raises(InvalidArgument, match="'TENANT ID' here: several tenants"):
+                live.find("mine")
