@@ -212,12 +212,12 @@ async def test_cancel_where_tenants_have_the_same_id(serving: Serving) -> None:
     assert [live.running_choices for live in found] == [1, 1, 1], "each tells of its own"
     error = await failure(admin.CancelGeneration(pb.CancelGenerationRequest(request_id="mine")))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "request_id = 'mine': must be 'TENANT ID' here" in (error.details() or "")
+    assert "as '', 'a', 'bcd' do" in (error.details() or "")
     assert serving.engine.num_live == 3
     for tenant in ("bcd", ""):
-        await admin.CancelGeneration(pb.CancelGenerationRequest(request_id=f"{tenant} mine"))
+        await admin.CancelGeneration(pb.CancelGenerationRequest(request_id="mine", tenant=tenant))
         assert (await stream_failure(calls[tenant])).code() is CANCELLED
-        error = await failure(admin.CancelGeneration(pb.CancelGenerationRequest(request_id=f"{tenant} mine")))
+        error = await failure(admin.CancelGeneration(pb.CancelGenerationRequest(request_id="mine", tenant=tenant)))
         assert error.code() is NOT_FOUND
     [left] = (await admin.ListRequests(pb.ListRequestsRequest())).requests
     assert left.tenant == "a"

@@ -45,11 +45,11 @@ def test_one_that_may_have_another_name_gets_one() -> None:
 def test_who_sees_all_tenants_names_one() -> None:
     live = LiveGenerations()
     with live.claim("mine", "") as nobodys, live.claim("theirs", "b") as theirs:
-        assert live.find("mine") is live.find(" mine") is nobodys
-        assert live.find("theirs") is live.find("b theirs") is theirs
-        assert live.find("a theirs") is live.find(" theirs") is live.find("") is live.find(" ") is None
+        assert live.find("mine") is live.get("mine", "") is nobodys
+        assert live.find("theirs") is live.get("theirs", "b") is theirs
+        assert live.get("theirs", "a") is live.get("theirs", "") is live.find("") is None
         with live.claim("mine", "a") as ours:
-            assert live.find("a mine") is ours
-            assert live.find(" mine") is nobodys
-            with pytest.raises(InvalidArgument, match="'TENANT ID' here: several tenants"):
+            assert live.get("mine", "a") is ours
+            assert live.get("mine", "") is nobodys
+            with pytest.raises(InvalidArgument, match=r"tenant = '': must be named .* as '', 'a' do"):
                 live.find("mine")

@@ -134,7 +134,7 @@ def ask_requests(tenant: str) -> Question[tuple[LiveRequest, ...]]:
 
 
 def ask_cancel(live_id: str, tenant: str | None) -> Question[None]:
-    request = pb.CancelGenerationRequest(request_id=live_id if tenant is None else f"{tenant} {live_id}")
+    request = pb.CancelGenerationRequest(request_id=live_id, tenant=tenant)
     answer = pb.CancelGenerationResponse
     return Question(f"{_SERVICE}CancelGeneration", request, answer, lambda _: None, repeatable=False)
 

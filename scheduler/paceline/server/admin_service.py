@@ -85,7 +85,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: pb.CancelGenerationRequest, context: Context
     ) -> pb.CancelGenerationResponse:
         engine = self._loaded()
-        live = self._live.find(request.request_id)
+        named = request.HasField("tenant")
+        live = self._live.get(request.request_id, request.tenant) if named else self._live.find(request.request_id)
         if live is None or not live.cancel(engine):
             text = f"no generation with request_id {brief(request.request_id)} is live"
             raise NotFound(text, kind="generation", name=request.request_id[:80])

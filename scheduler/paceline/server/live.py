@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import grpc
 import grpc.aio
@@ -16,6 +16,8 @@ from paceline.engine import AsyncEngine, Stream
 from paceline.errors import AlreadyExists, Cancelled, InvalidArgument, PacelineError
 from paceline.server.calls import find_call
 from paceline.server.status import rule_for
+
+MOST_NAMED: Final = 3  # tenants of the same id, in an error
 
 
 @dataclass(slots=True)
@@ -100,16 +102,12 @@ class LiveGenerations:
     def get(self, request_id: str, tenant: str) -> LiveGeneration | None:
         return self._live.get((tenant, request_id))
 
-    def find(self, name: str) -> LiveGeneration | None:
-        """Of any tenant: by its id, or by tenant and id with a blank between, which no id has. Raises InvalidArgument:
-        several tenants have one of that id.
-        """
-        tenant, blank, request_id = name.rpartition(" ")
-        if blank:
-            return self.get(request_id, tenant)
-        found = [live for live in self if live.request_id == name]
+    def find(self, request_id: str) -> LiveGeneration | None:
+        """Of whichever tenant has one. Raises InvalidArgument: several have."""
+        found = [live for live in self if live.request_id == request_id]
         if len(found) > 1:
-            raise InvalidArgument("request_id", name, "'TENANT ID' here: several tenants have a request of that id")
+            names = ", ".join(repr(live.tenant) for live in found[:MOST_NAMED])
+            raise InvalidArgument("tenant", "", f"named where several have a request of that id, as {names} do")
         return found[0] if found else None
 
     def __iter__(self) -> Iterator[LiveGeneration]:

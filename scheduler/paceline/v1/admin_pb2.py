@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from paceline.v1 import generation_pb2 as paceline_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/admin.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpaceline/v1/generation.proto\"\x10\n\x0eGetLoadRequest\"\xd9\x01\n\x0fGetLoadResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x03 \x01(\r\x12\x1c\n\x14max_waiting_requests\x18\x04 \x01(\r\x12\x11\n\tkv_blocks\x18\x05 \x01(\r\x12\x16\n\x0e\x66ree_kv_blocks\x18\x06 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x07 \x01(\x01\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\"%\n\x13ListRequestsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"B\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.paceline.v1.LiveRequest\"\xe7\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x06 \x01(\r\x12\x17\n\x0frunning_choices\x18\x07 \x01(\r\x12&\n\x03\x61ge\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x64\x65pth\x18\t \x01(\r\x12\x12\n\nacceptance\x18\n \x01(\x02\"-\n\x17\x43\x61ncelGenerationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1a\n\x18\x43\x61ncelGenerationResponse\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\".\n\rDrainResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\r\"!\n\x0fGetStatsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\x9d\x01\n\x10GetStatsResponse\x12)\n\x06uptime\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x07tenants\x18\x02 \x03(\x0b\x32\x18.paceline.v1.TenantStats\x12\x33\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1e.paceline.v1.SpeculationReport\"\xe4\x03\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x32\n\x05\x65nded\x18\x03 \x03(\x0b\x32#.paceline.v1.TenantStats.EndedEntry\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x07 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x08 \x01(\x04\x12\x16\n\x0e\x65ngine_seconds\x18\t \x01(\x01\x12\x18\n\x10rejected_seconds\x18\n \x01(\x01\x12\x15\n\rqueue_seconds\x18\x0b \x01(\x01\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x04\x12\x18\n\x10running_requests\x18\r \x01(\r\x12\x18\n\x10waiting_requests\x18\x0e \x01(\r\x12\x0e\n\x06weight\x18\x0f \x01(\x01\x12\x15\n\rsaved_seconds\x18\x10 \x01(\x01\x12\x17\n\x0fservice_seconds\x18\x11 \x01(\x01\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xd9\x01\n\x11SpeculationReport\x12\r\n\x05\x64\x65pth\x18\x01 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x02 \x01(\x01\x12+\n\x08\x64rafters\x18\x03 \x03(\x0b\x32\x19.paceline.v1.DrafterStats\x12\x15\n\rsaved_seconds\x18\x04 \x01(\x01\x12\x18\n\x10rejected_seconds\x18\x05 \x01(\x01\x12\"\n\x15\x63hecked_saved_seconds\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x18\n\x16_checked_saved_seconds\"\x8d\x01\n\x0c\x44rafterStats\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.paceline.v1.SpeculationMode\x12\x0c\n\x04rule\x18\x02 \x01(\t\x12\x12\n\nacceptance\x18\x03 \x03(\x02\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\x04\x32\x93\x03\n\x0c\x41\x64minService\x12\x44\n\x07GetLoad\x12\x1b.paceline.v1.GetLoadRequest\x1a\x1c.paceline.v1.GetLoadResponse\x12S\n\x0cListRequests\x12 .paceline.v1.ListRequestsRequest\x1a!.paceline.v1.ListRequestsResponse\x12_\n\x10\x43\x61ncelGeneration\x12$.paceline.v1.CancelGenerationRequest\x1a%.paceline.v1.CancelGenerationResponse\x12>\n\x05\x44rain\x12\x19.paceline.v1.DrainRequest\x1a\x1a.paceline.v1.DrainResponse\x12G\n\x08GetStats\x12\x1c.paceline.v1.GetStatsRequest\x1a\x1d.paceline.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/admin.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpaceline/v1/generation.proto\"\x10\n\x0eGetLoadRequest\"\xd9\x01\n\x0fGetLoadResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x03 \x01(\r\x12\x1c\n\x14max_waiting_requests\x18\x04 \x01(\r\x12\x11\n\tkv_blocks\x18\x05 \x01(\r\x12\x16\n\x0e\x66ree_kv_blocks\x18\x06 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x07 \x01(\x01\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\"%\n\x13ListRequestsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"B\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.paceline.v1.LiveRequest\"\xe7\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x06 \x01(\r\x12\x17\n\x0frunning_choices\x18\x07 \x01(\r\x12&\n\x03\x61ge\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x64\x65pth\x18\t \x01(\r\x12\x12\n\nacceptance\x18\n \x01(\x02\"M\n\x17\x43\x61ncelGenerationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"\x1a\n\x18\x43\x61ncelGenerationResponse\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\".\n\rDrainResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\r\"!\n\x0fGetStatsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\x9d\x01\n\x10GetStatsResponse\x12)\n\x06uptime\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x07tenants\x18\x02 \x03(\x0b\x32\x18.paceline.v1.TenantStats\x12\x33\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1e.paceline.v1.SpeculationReport\"\xe4\x03\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x32\n\x05\x65nded\x18\x03 \x03(\x0b\x32#.paceline.v1.TenantStats.EndedEntry\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x07 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x08 \x01(\x04\x12\x16\n\x0e\x65ngine_seconds\x18\t \x01(\x01\x12\x18\n\x10rejected_seconds\x18\n \x01(\x01\x12\x15\n\rqueue_seconds\x18\x0b \x01(\x01\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x04\x12\x18\n\x10running_requests\x18\r \x01(\r\x12\x18\n\x10waiting_requests\x18\x0e \x01(\r\x12\x0e\n\x06weight\x18\x0f \x01(\x01\x12\x15\n\rsaved_seconds\x18\x10 \x01(\x01\x12\x17\n\x0fservice_seconds\x18\x11 \x01(\x01\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xd9\x01\n\x11SpeculationReport\x12\r\n\x05\x64\x65pth\x18\x01 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x02 \x01(\x01\x12+\n\x08\x64rafters\x18\x03 \x03(\x0b\x32\x19.paceline.v1.DrafterStats\x12\x15\n\rsaved_seconds\x18\x04 \x01(\x01\x12\x18\n\x10rejected_seconds\x18\x05 \x01(\x01\x12\"\n\x15\x63hecked_saved_seconds\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x18\n\x16_checked_saved_seconds\"\x8d\x01\n\x0c\x44rafterStats\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.paceline.v1.SpeculationMode\x12\x0c\n\x04rule\x18\x02 \x01(\t\x12\x12\n\nacceptance\x18\x03 \x03(\x02\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\x04\x32\x93\x03\n\x0c\x41\x64minService\x12\x44\n\x07GetLoad\x12\x1b.paceline.v1.GetLoadRequest\x1a\x1c.paceline.v1.GetLoadResponse\x12S\n\x0cListRequests\x12 .paceline.v1.ListRequestsRequest\x1a!.paceline.v1.ListRequestsResponse\x12_\n\x10\x43\x61ncelGeneration\x12$.paceline.v1.CancelGenerationRequest\x1a%.paceline.v1.CancelGenerationResponse\x12>\n\x05\x44rain\x12\x19.paceline.v1.DrainRequest\x1a\x1a.paceline.v1.DrainResponse\x12G\n\x08GetStats\x12\x1c.paceline.v1.GetStatsRequest\x1a\x1d.paceline.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,25 +46,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LIVEREQUEST']._serialized_start=448
   _globals['_LIVEREQUEST']._serialized_end=679
   _globals['_CANCELGENERATIONREQUEST']._serialized_start=681
-  _globals['_CANCELGENERATIONREQUEST']._serialized_end=726
-  _globals['_CANCELGENERATIONRESPONSE']._serialized_start=728
-  _globals['_CANCELGENERATIONRESPONSE']._serialized_end=754
-  _globals['_DRAINREQUEST']._serialized_start=756
-  _globals['_DRAINREQUEST']._serialized_end=812
-  _globals['_DRAINRESPONSE']._serialized_start=814
-  _globals['_DRAINRESPONSE']._serialized_end=860
-  _globals['_GETSTATSREQUEST']._serialized_start=862
-  _globals['_GETSTATSREQUEST']._serialized_end=895
-  _globals['_GETSTATSRESPONSE']._serialized_start=898
-  _globals['_GETSTATSRESPONSE']._serialized_end=1055
-  _globals['_TENANTSTATS']._serialized_start=1058
-  _globals['_TENANTSTATS']._serialized_end=1542
-  _globals['_TENANTSTATS_ENDEDENTRY']._serialized_start=1498
-  _globals['_TENANTSTATS_ENDEDENTRY']._serialized_end=1542
-  _globals['_SPECULATIONREPORT']._serialized_start=1545
-  _globals['_SPECULATIONREPORT']._serialized_end=1762
-  _globals['_DRAFTERSTATS']._serialized_start=1765
-  _globals['_DRAFTERSTATS']._serialized_end=1906
-  _globals['_ADMINSERVICE']._serialized_start=1909
-  _globals['_ADMINSERVICE']._serialized_end=2312
+  _globals['_CANCELGENERATIONREQUEST']._serialized_end=758
+  _globals['_CANCELGENERATIONRESPONSE']._serialized_start=760
+  _globals['_CANCELGENERATIONRESPONSE']._serialized_end=786
+  _globals['_DRAINREQUEST']._serialized_start=788
+  _globals['_DRAINREQUEST']._serialized_end=844
+  _globals['_DRAINRESPONSE']._serialized_start=846
+  _globals['_DRAINRESPONSE']._serialized_end=892
+  _globals['_GETSTATSREQUEST']._serialized_start=894
+  _globals['_GETSTATSREQUEST']._serialized_end=927
+  _globals['_GETSTATSRESPONSE']._serialized_start=930
+  _globals['_GETSTATSRESPONSE']._serialized_end=1087
+  _globals['_TENANTSTATS']._serialized_start=1090
+  _globals['_TENANTSTATS']._serialized_end=1574
+  _globals['_TENANTSTATS_ENDEDENTRY']._serialized_start=1530
+  _globals['_TENANTSTATS_ENDEDENTRY']._serialized_end=1574
+  _globals['_SPECULATIONREPORT']._serialized_start=1577
+  _globals['_SPECULATIONREPORT']._serialized_end=1794
+  _globals['_DRAFTERSTATS']._serialized_start=1797
+  _globals['_DRAFTERSTATS']._serialized_end=1938
+  _globals['_ADMINSERVICE']._serialized_start=1941
+  _globals['_ADMINSERVICE']._serialized_end=2344
 # @@protoc_insertion_point(module_scope)

@@ -79,8 +79,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelGeneration(self, request, context):
-        """Ends a generation with CANCELLED; NOT_FOUND if none of that id is live, INVALID_ARGUMENT if several tenants have one.
-        One that has ended but whose client is behind with reading is not live.
+        """Ends a generation with CANCELLED; NOT_FOUND if none of that id is live, INVALID_ARGUMENT if several tenants have one
+        and none is named. One that has ended but whose client is behind with reading is not live.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
