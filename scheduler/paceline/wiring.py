@@ -34,7 +34,7 @@ from paceline.errors import InvalidArgument
 from paceline.models import Decoder, Model, ModelConfig, load_model_config
 from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import Drafter, KVCache, ModelRunner
-from paceline.runner.graphs import ROW_BUCKETS
+from paceline.runner.graphs import StepSizes
 from paceline.runner.memory import GRAPH_RESERVE, logits_bytes, table_bytes
 from paceline.settings import EngineSettings
 from paceline.speculation import DraftModel, Ngram
@@ -217,7 +217,7 @@ def _measured_blocks(
     if choices.backend == "triton":
         vocab = 0 if choices.draft_path is None else choices.config.vocab_size
         reserve += table_bytes(config.max_num_seqs, config.max_depth, config.max_model_len, vocab)
-        rows = min(ROW_BUCKETS[-1], config.max_num_seqs * (1 + config.max_depth))
+        rows = max(size.num_logits or size.num_rows for size in StepSizes(config.max_num_seqs, config.max_depth).all())
         reserve += logits_bytes(rows, choices.config.vocab_size)
     return kv_blocks.measure_num_blocks(settings, config, models, choices.bytes_per_block, gpu, reserve)
 
@@ -336,7 +336,7 @@ def _costs(settings: EngineSettings, choices: _Choices, engine: Engine) -> CostM
 
 
 def _identity(backend: str) -> str:
-    """What computes, by a name that changes with its code."""
+    """What computes, by a name that changes with its kernels."""
     if backend == "native":
         return decoder.identity()
     if backend == "triton":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, PRIOR_RATE, AcceptanceModel, Residual, Traits
+from paceline.core.plan import LONGEST_MATCH
 
 Rates = Sequence[float]  # conditional acceptance by position
 Rule = Callable[[list[int]], int]  # numbers of accepted drafts so far -> the next depth
@@ -363,3 +365,34 @@ def test_survivals_are_a_chain_of_probabilities_and_a_function_of_history(
         assert len(chain) == 12
         assert all(1.0 >= before >= after >= 0.0 for before, after in zip([1.0, *chain], chain, strict=False))
     assert replay() == survivals
+
+
+@pytest.mark.parametrize(("short", "long"), [(0.7, 0.7), (0.4, 0.9), (0.9, 0.5)])
+def test_drafts_that_are_planned_before_their_match_is_known(short: float, long: float) -> None:
+    """Of a text that goes on as its match says, by a chance that hangs on its length, and has a new match of one token
+    where it did not: as expected when a token was still to come, and as observed.
+    """
+    model, choose, depth = AcceptanceModel(NGRAM_TRAITS), random.Random(1), 3
+    known = match = 1
+    expected, observed, count = np.zeros(depth), np.zeros(depth), 0
+    for number in range(30_000):
+        right = [choose.random() < (short if match + j < 4 else long) for j in range(depth)]
+        if number > 3000:
+            expected += model.survivals_behind("", Residual(), depth, known - 1, 1)
+            observed += np.cumprod(right)
+            count += 1
+        reached = right.index(False) + 1 if False in right else depth
+        model.observe("", Residual(), tuple(map(float, right[:reached])), True, match - 1)
+        known, match = match, min(LONGEST_MATCH, match + 1) if right[0] else 1
+    assert expected / count == pytest.approx(observed / count, abs=0.02)
+
+
+def test_a_match_that_goes_on_is_worth_more_than_a_new_one() -> None:
+    """What follows one token is right in half of the cases, and what follows two always is."""
+    model = AcceptanceModel(NGRAM_TRAITS)
+    for number in range(4000):
+        model.observe("", Residual(), (float(number % 2),), True, 0)
+        model.observe("", Residual(), (1.0,), True, 1)
+    first, longer = model.survivals("", Residual(), 1)[0], model.survivals("", Residual(), 1, agreed=1)[0]
+    assert model.survivals_behind("", Residual(), 1, 0, 1)[0] == pytest.approx(first * longer + (1 - first) * first)
+    assert first + 0.1 < model.survivals_behind("", Residual(), 1, 0, 1)[0] < longer - 0.1

@@ -150,8 +150,8 @@ def _score_and_look_up(
     samples = tl.load(logit_starts + i + 1) > tl.load(logit_starts + i)
     score = tl.full([], -1, tl.int32)
     match = tl.zeros([], tl.int32)
+    fact = facts + seat * ROW
     if (seat >= 0) & samples & (tl.load(looks_up + i) != 0):
-        fact = facts + seat * ROW
         text, proposed = texts + seat * texts_stride, proposals + seat * COUNT
         computed, emitted = tl.load(fact + COMPUTED), tl.load(num_accepted + i) + 1
         if tl.load(fact + MATCH) > 0:
@@ -161,5 +161,7 @@ def _score_and_look_up(
             score = tl.min(tl.where(news == olds, WIDTH, j), 0)
         tl.debug_barrier()  # all have read what is written now
         match = _propose(text, computed + 1, proposed, fact, COUNT, WIDTH, LONGEST, LONGEST_MATCH, BITS, BLOCK)
+    elif seat >= 0:
+        tl.store(fact + MATCH, 0)  # what was proposed there stands no longer at the text's end
     tl.store(scored + i, score)
     tl.store(matches + i, match)

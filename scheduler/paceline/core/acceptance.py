@@ -152,6 +152,19 @@ class AcceptanceModel:
             survivals.append(survival)
         return survivals
 
+    def survivals_behind(self, tenant: str, request: Residual, depth: int, agreed: int, awaited: int) -> list[float]:
+        """The same of drafts by n-grams behind tokens that are not known yet. If those are as the match says, it goes
+        on behind them; else what comes is by a new match.
+
+        Args:
+            agreed: positions before those tokens.
+            awaited: how many of them there are, at least one.
+        """
+        holds = self.survivals(tenant, request, awaited, agreed)[-1]
+        longer = self.survivals(tenant, request, depth, agreed + awaited)
+        anew = self.survivals(tenant, request, depth)
+        return [holds * one + (1.0 - holds) * other for one, other in zip(longer, anew)]
+
     @property
     def is_observed(self) -> bool:
         """Somebody's drafts were."""

@@ -111,7 +111,7 @@ class CostModel:
         reading_seconds: of the forward in which the draft model reads, beside its rows; 0 if that is pass 0.
 
     Attributes:
-        first_rows: as above.
+        first_rows, reading_seconds: as above.
 
     Raises:
         ValueError: buckets that are not positive and ascending, or seconds that are negative or not finite.
@@ -156,7 +156,7 @@ class CostModel:
         self._first_seconds = [float(height) for height in itertools.accumulate(first_seconds, max)]
         self._per_draft_row = float(per_draft_row)
         self.first_rows = first_rows
-        self._reading_seconds = float(reading_seconds)
+        self.reading_seconds = float(reading_seconds)
         self._errors = {kind: _Errors() for kind in StepKind}
         self._target_outliers = _Outliers()
         self._draft_outliers = _Outliers()
@@ -215,7 +215,7 @@ class CostModel:
 
     def draft_rows(self, rows: int) -> float:
         """Seconds for rows that the draft model reads besides those of pass 0."""
-        return self._reading_seconds + self._per_draft_row * rows if rows else 0.0
+        return self.reading_seconds + self._per_draft_row * rows if rows else 0.0
 
     def step(self, shape: StepShape) -> float:
         """Seconds of a whole step."""
@@ -226,7 +226,7 @@ class CostModel:
         if not (shape.draft_passes or shape.draft_rows):
             return 0.0
         passes = shape.draft_passes
-        if not passes and not self._reading_seconds:
+        if not passes and not self.reading_seconds:
             passes = (1,)  # reading alone, for drafts to come, is a pass too
         return self.passes(passes) + self.draft_rows(shape.draft_rows)
 
@@ -329,7 +329,7 @@ class CostModel:
         self._pass_seconds = [seconds * factor for seconds in self._pass_seconds]
         self._first_seconds = [seconds * factor for seconds in self._first_seconds]
         self._per_draft_row *= factor
-        self._reading_seconds *= factor
+        self.reading_seconds *= factor
         self._build_draft()
 
     def _build_target(self) -> None:
@@ -355,7 +355,7 @@ class CostModel:
             "per_sequence": self._per_sequence,
             "first_seconds": list(self._first_seconds),
             "first_rows": self.first_rows,
-            "reading_seconds": self._reading_seconds,
+            "reading_seconds": self.reading_seconds,
         }
 
     @classmethod

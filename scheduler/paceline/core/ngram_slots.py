@@ -98,7 +98,7 @@ class NgramProblem:
 
     def _value(self, chosen: list[Chosen]) -> float:
         """Tokens that drafts bring beyond what they cost, verified and drafted."""
-        value, slots = 0.0, 0
+        value, slots, forward = 0.0, 0, 0.0
         drafting: list[int] = []  # sequences by draft pass
         for candidate, choice in zip(self.candidates, chosen):
             if not choice.depth:
@@ -108,8 +108,9 @@ class NgramProblem:
             slots += choice.depth
             value += sum(offer.survivals[: choice.depth])
             if choice.method is DRAFT_MODEL:
-                value -= self.prices.of_reading(candidate, offer)
+                rows, own = self.prices.of_rows_and_forward(candidate, offer)
+                value, forward = value - rows, max(forward, own)
                 drafting += [0] * (choice.depth - len(drafting))
                 for number in range(choice.depth):
                     drafting[number] += 1
-        return value - self._slot_prices[slots] - self.prices.of_passes(drafting)
+        return value - forward - self._slot_prices[slots] - self.prices.of_passes(drafting)

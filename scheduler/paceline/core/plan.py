@@ -77,7 +77,6 @@ class SequenceWork:
         new_block_ids: blocks appended to the request's block table; they cover every row of this step.
         scores_ngram: n-grams are looked up: what they would have proposed is compared with what is emitted, unless that
             is verified, and they tell how long a match the text ends with.
-        match: of its result's, the last that was known when this was planned; 0 if n-grams are not looked up.
     """
 
     request_id: int
@@ -88,7 +87,6 @@ class SequenceWork:
     draft_catch_up: int
     new_block_ids: tuple[int, ...]
     scores_ngram: bool
-    match: int
 
     def __init__(
         self,
@@ -100,7 +98,6 @@ class SequenceWork:
         draft_catch_up: int = 0,
         new_block_ids: tuple[int, ...] = (),
         scores_ngram: bool = False,
-        match: int = 0,
     ) -> None:
         self.request_id = request_id
         self.num_tokens = num_tokens
@@ -110,7 +107,6 @@ class SequenceWork:
         self.draft_catch_up = draft_catch_up
         self.new_block_ids = new_block_ids
         self.scores_ngram = scores_ngram
-        self.match = match
 
     @property
     def num_rows(self) -> int:

@@ -56,7 +56,7 @@ class PricedStep:
         if offer.method is DRAFT_MODEL:
             count = self._passes[depth] if depth < len(self._passes) else 0
             seconds += self.costs.draft_pass(depth, count + 1) - self.costs.draft_pass(depth, count)
-            seconds += self.costs.draft_rows(catch_up)
+            seconds += self.costs.draft_rows(self.catch_up + catch_up) - self.costs.draft_rows(self.catch_up)
         return seconds
 
     def seconds_of_first_drafts(self, offers: Sequence[Offer]) -> list[float]:
@@ -70,7 +70,8 @@ class PricedStep:
         for number, offer in enumerate(offers, 1):
             behind += offer.catch_up
             fits = self.slots + self.catch_up + number + behind <= self.load.budget
-            more = targets[number] - targets[0] + passes[number] - passes[0] + self.costs.draft_rows(behind)
+            reading = self.costs.draft_rows(self.catch_up + behind) - self.costs.draft_rows(self.catch_up)
+            more = targets[number] - targets[0] + passes[number] - passes[0] + reading
             seconds.append(more if fits else math.inf)
         return seconds
 

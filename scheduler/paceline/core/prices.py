@@ -45,4 +45,11 @@ class Prices:
         return self.second * self.costs.passes(drafting)
 
     def of_reading(self, candidate: DepthCandidate, offer: Offer) -> float:
-        return self.second * reading_seconds(self.costs, candidate, offer)
+        """Where nobody else has to read."""
+        rows, forward = self.of_rows_and_forward(candidate, offer)
+        return rows + forward
+
+    def of_rows_and_forward(self, candidate: DepthCandidate, offer: Offer) -> tuple[float, float]:
+        """Of what the draft model reads, and of the forward for that, which all who have to share."""
+        rows, forward = reading_seconds(self.costs, candidate, offer)
+        return self.second * rows, self.second * forward

@@ -188,7 +188,10 @@ class Request:
         """Known tokens without draft KV once every pending result is in, at most."""
         gap = self.num_tokens - self.num_draft_computed
         for work in self.pending:
-            if work.num_drafts and work.method is DRAFT_MODEL:
+            if work.num_drafts and work.method is DRAFT_MODEL and gap > work.draft_catch_up:
+                # Drafts for which there was no memory have left it behind by more than that step was planned to read.
+                gap += 1 + work.num_drafts
+            elif work.num_drafts and work.method is DRAFT_MODEL:
                 # A draft model that drafted is one token behind, or two after a full acceptance. It has seen none of
                 # the drafts that a grammar forced.
                 gap = 2 if self.params.constraints.grammar is None else work.num_drafts + 1

@@ -87,7 +87,9 @@ class SlotProblem:
                 is_asked = position < run.asked
                 rank = position - ASKED if is_asked else price - survival
                 rows, reading = (1 + run.catch_up, run.reading) if position == 0 else (1, 0.0)
-                slots.append(_Slot(rank, is_asked, index, position, survival - self.slot_price, rows, reading))
+                slots.append(
+                    _Slot(rank, is_asked, index, position, survival - self.slot_price, rows, reading, run.forward)
+                )
         slots.sort(key=rank_of)
         return slots
 
@@ -99,6 +101,7 @@ class SlotProblem:
         budget, tokens = self.load.budget, 0.0
         # The first sequence of each pass is paid for whatever it holds.
         drafting = self.first_pass[1] + (passes - 1) * self.later_pass[1] if passes else 0.0
+        forward = 0.0  # the dearest part in it of those who read
         in_pass = [0] * passes  # sequences
         taken: list[int] = []  # the run of each
         seconds = targets[0] + drafting
@@ -116,6 +119,9 @@ class SlotProblem:
                 table = self.later_pass if position else self.first_pass
                 drafting += table[before + 1] - table[before]
             drafting += slot.reading
+            if slot.forward > forward:
+                drafting += slot.forward - forward
+                forward = slot.forward
             tokens += slot.gain
             taken.append(slot.index)
             seconds = targets[len(taken)] + drafting
@@ -169,17 +175,27 @@ class _Slot(Slot):
         position: where it stands in it.
         rows: for it, and for what must be read before.
         reading: seconds of the latter.
+        forward: and of its part in the forward that all share who read.
     """
 
-    __slots__ = ("position", "reading", "rows")
+    __slots__ = ("forward", "position", "reading", "rows")
 
     def __init__(
-        self, rank: float, is_asked: bool, index: int, position: int, gain: float, rows: int, reading: float
+        self,
+        rank: float,
+        is_asked: bool,
+        index: int,
+        position: int,
+        gain: float,
+        rows: int,
+        reading: float,
+        forward: float,
     ) -> None:
         super().__init__(rank, is_asked, index, gain)
         self.position = position
         self.rows = rows
         self.reading = reading
+        self.forward = forward
 
 
 class _Run:
@@ -189,17 +205,20 @@ class _Run:
         owner: index of the candidate.
         survivals: as far as bounds and the offer go.
         asked: how many of these bounds ask for.
-        catch_up, reading: rows and seconds for catching up.
+        catch_up, reading, forward: rows, their seconds, and those of the forward that they share, for catching up.
     """
 
-    __slots__ = ("asked", "catch_up", "owner", "reading", "survivals")
+    __slots__ = ("asked", "catch_up", "forward", "owner", "reading", "survivals")
 
-    def __init__(self, owner: int, survivals: list[float], asked: int, catch_up: int, reading: float) -> None:
+    def __init__(
+        self, owner: int, survivals: list[float], asked: int, catch_up: int, reading: float, forward: float
+    ) -> None:
         self.owner = owner
         self.survivals = survivals
         self.asked = asked
         self.catch_up = catch_up
         self.reading = reading
+        self.forward = forward
 
 
 def _runs(candidates: list[DepthCandidate], budget: int, costs: CostModel, max_depth: int) -> list[_Run]:
@@ -214,18 +233,20 @@ def _runs(candidates: list[DepthCandidate], budget: int, costs: CostModel, max_d
         survivals = offer.survivals[: candidate.reach(max_depth)]
         if survivals:
             asked = min(candidate.lowest, len(survivals))
-            runs.append(_Run(owner, survivals, asked, offer.catch_up, reading_seconds(costs, candidate, offer)))
+            reading, forward = reading_seconds(costs, candidate, offer)
+            runs.append(_Run(owner, survivals, asked, offer.catch_up, reading, forward))
     return runs
 
 
-def reading_seconds(costs: CostModel, candidate: DepthCandidate, offer: Offer) -> float:
-    """What catching up costs a step. What was missed while the draft model was idle serves many steps and is spread
-    over them.
+def reading_seconds(costs: CostModel, candidate: DepthCandidate, offer: Offer) -> tuple[float, float]:
+    """What catching up costs a step: by its rows, and by the forward that all share who have to. What was missed while
+    the draft model was idle serves many steps and is spread over them.
     """
     if not offer.catch_up:
-        return 0.0
-    seconds = costs.draft_rows(offer.catch_up)
-    return seconds / CATCH_UP_HORIZON if candidate.steps_without_model else seconds
+        return 0.0, 0.0
+    steps = CATCH_UP_HORIZON if candidate.steps_without_model else 1
+    forward = costs.reading_seconds
+    return (costs.draft_rows(offer.catch_up) - forward) / steps, forward / steps
 
 
 def _fitting(offers: list[Offer | None], budget: int) -> set[int]:

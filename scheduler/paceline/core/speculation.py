@@ -19,7 +19,7 @@ from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepResul
 from paceline.core.request import FINISHED, Request
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.core.speculation_report import DrafterReport, RequestReport, SpeculationReport, TenantReport
-from paceline.core.step_bill import write_bill
+from paceline.core.step_bill import rows_read, write_bill
 
 MAX_TENANTS: Final = 1024  # whose counts are kept; the one that was idle for the longest time goes first
 
@@ -146,7 +146,11 @@ class SpeculationControl:
 
     def _survivals(self, request: Request, method: Method, depth: int) -> list[float]:
         model, residual = self._models[request.params.verification][method], request.residuals[method]
-        return model.survivals(request.tenant, residual, depth, agreed=_agreed(request.match, method))
+        agreed = _agreed(request, method)
+        if method is not NGRAM or not request.match or not request.pending:
+            return model.survivals(request.tenant, residual, depth, agreed=agreed)
+        awaited = sum([1 + work.num_drafts * (work.method is NGRAM) for work in request.pending if work.samples])
+        return model.survivals_behind(request.tenant, residual, depth, agreed, awaited)
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
@@ -261,24 +265,23 @@ class SpeculationControl:
         models = self._models[request.params.verification]
         for method, residual in request.residuals.items():
             labels: tuple[float, ...] = ()
-            if method is drafter:
-                labels = sequence.acceptance
-            elif method is NGRAM and work.match:  # else this is a prompt's last row, whose match nobody knew
-                # Where a step was planned ahead, what matched then may by now have nothing to propose.
-                labels = sequence.scored if request.match else (0.0,)
+            # Without a match this is a prompt's last row, whose match nobody knew, or was planned ahead of a text that
+            # now has none: that says nothing of matches.
+            if method is not NGRAM or request.match:
+                labels = sequence.acceptance if method is drafter else sequence.scored if method is NGRAM else ()
             if labels:
-                agreed = _agreed(work.match, method)
+                agreed = _agreed(request, method)
                 models[method].observe(request.tenant, residual, labels, request.is_example, agreed)
             else:
                 residual.age()
         request.steps_without_model = 0 if drafter is DRAFT_MODEL else request.steps_without_model + 1
 
 
-def _agreed(match: int, method: Method) -> int:
+def _agreed(request: Request, method: Method) -> int:
     """Positions before the first draft: what n-grams propose after a match is like what they propose after one that is
     shorter by a token, and that token.
     """
-    return match - 1 if method is NGRAM and match else 0
+    return request.match - 1 if method is NGRAM and request.match else 0
 
 
 def _shape(
@@ -297,7 +300,8 @@ def _shape(
     ]
     read = tokens = samples = slots = 0
     for work, result in zip(works, results):
-        read += work.draft_catch_up
+        if work.draft_catch_up:
+            read += rows_read(work, result, first_rows)
         tokens += work.num_tokens
         samples += work.samples
         slots += result.num_drafted
@@ -305,5 +309,4 @@ def _shape(
         kind = StepKind.MIXED
     else:
         kind = StepKind.VERIFY if slots else StepKind.DECODE
-    read = max(0, read - first_rows * len(drafting))
     return StepShape(tokens + slots, context, tuple(passes), read, kind, len(works))

@@ -68,7 +68,8 @@ def write_bill(
     slots = read = samples = 0
     for work, result in zip(works, results):
         slots += result.num_drafted
-        read += work.draft_catch_up
+        if work.draft_catch_up:
+            read += rows_read(work, result, costs.first_rows)
         samples += work.samples
     plain = costs.target(shape.rows - slots, 0, shape.sequences)
     without = costs.target(shape.rows - slots, shape.context, shape.sequences)
@@ -86,7 +87,7 @@ def write_bill(
     for work, result, context in zip(works, results, contexts):
         charge = per_row * work.num_tokens + per_context * context
         if work.draft_catch_up:
-            charge += per_read * work.draft_catch_up
+            charge += per_read * rows_read(work, result, costs.first_rows)
         price, planned = FREE, work.num_drafts
         if planned:
             drafted, kept, emitted = result.num_drafted, result.num_accepted, len(result.token_ids)
@@ -101,6 +102,13 @@ def write_bill(
         charges.append(charge)
         drafts.append(price)
     return StepBill(charges, drafts)
+
+
+def rows_read(work: SequenceWork, result: SequenceResult, first_rows: int) -> int:
+    """That the draft model reads besides those that a sequence has in its first pass, if it drafts."""
+    if not work.num_drafts or result.is_forced:
+        return work.draft_catch_up
+    return max(0, work.draft_catch_up - first_rows)
 
 
 def _shares_of_passes(costs: CostModel, shape: StepShape) -> list[float]:

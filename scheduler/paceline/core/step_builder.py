@@ -38,7 +38,6 @@ class Share:
             self.catch_up,
             self.blocks,
             self.scores_ngram,
-            self.request.match if self.scores_ngram else 0,
         )
 
 

@@ -348,7 +348,7 @@ def _fit(samples: Sequence[_Sample], config: SchedulerConfig, first_rows: int) -
     seconds = _at_buckets(rows, {count: sum(rests) / len(rests) for count, rests in left.items()})
     if len(plain) == len(samples):
         return CostModel(rows, seconds, per_context, per_sequence=per_sequence)
-    drafting = _Drafting(samples)
+    drafting = _Drafting(samples, reads_apart=first_rows > 1)
     per_row, reading = drafting.reading()
     sequences = buckets_up_to(config.max_num_seqs, SEQUENCE_BUCKETS)
     return CostModel(
@@ -394,7 +394,8 @@ def _per_sequence(samples: Sequence[_Sample], per_context: float) -> float:
 class _Drafting:
     """What drafting took, by sequences and depth."""
 
-    def __init__(self, samples: Sequence[_Sample]) -> None:
+    def __init__(self, samples: Sequence[_Sample], reads_apart: bool) -> None:
+        self._reads_apart = reads_apart
         # What a step without drafts spends before its forward is no price of drafting.
         without = {s.shape.sequences: s.draft for s in samples if s.shape.decodes}
         self._by_depth: dict[int, dict[int, float]] = {}
@@ -431,7 +432,7 @@ class _Drafting:
             return 0.0, 0.0
         few, many = min(taken), max(taken)
         if few == many:
-            return taken[many] / many, 0.0
+            return (0.0, taken[many]) if self._reads_apart else (taken[many] / many, 0.0)
         per_row = max(0.0, taken[many] - taken[few]) / (many - few)
         return per_row, max(0.0, taken[few] - few * per_row)
 

@@ -74,10 +74,10 @@ class DevicePasses:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def look_up(self, seats: Sequence[int]) -> None:
-        """What n-grams propose for sequences that were not in the step before; there may be none."""
-        if seats and self._looks_up:
-            look_up(self._table, torch.tensor(seats).to(self._output.device), LONGEST_NGRAM, LONGEST_MATCH)
+    def look_up(self, seats: Tensor | None) -> None:
+        """What n-grams propose for sequences of which the table was just told, [num_seqs] int64, if there are any."""
+        if seats is not None and self._looks_up:
+            look_up(self._table, seats, LONGEST_NGRAM, LONGEST_MATCH)
 
     def catch_up(self, sent: StepInput, num_read: int) -> None:
         """Let the draft model read what it has not, in that many rows; there may be none."""

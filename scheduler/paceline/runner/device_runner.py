@@ -25,7 +25,7 @@ from paceline.core.plan import Done, Pending, SequenceResult, StepPlan, StepResu
 from paceline.runner.device_passes import DevicePasses, ModelAndKV
 from paceline.runner.device_step import DeviceStep, Part
 from paceline.runner.marks import Marks
-from paceline.runner.memory import give_back
+from paceline.runner.memory import SPARE_SEATS, give_back
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.seats import Seats, is_plain
 from paceline.runner.stage import MAX_LAUNCHED, pinned
@@ -33,7 +33,6 @@ from paceline_kernels.triton.state import SequenceTable
 
 logger = logging.getLogger(__name__)
 
-SPARE_SEATS: Final = 8  # for who has finished, but was not released yet when a measured step fills all others
 LOW_31: Final = 0x7FFFFFFF
 
 
@@ -90,7 +89,7 @@ class DeviceRunner:
             ModelAndKV(host.model, host.kv_cache),
             draft,
             table,
-            looks_up=host.scorer is not None,
+            looks_up=NGRAM in host.drafters,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_depth=max_depth,

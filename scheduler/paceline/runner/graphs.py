@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 READ_BUCKETS = (8, 16, 32, 64, 128, 256, 512)  # rows that a draft model reads besides those it drafts from
 ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Of steps with prompts; their sequences, at most, are those of any step, or so many.
-MIXED_ROW_BUCKETS = (32, 64, 128, 256, 512, 1024)
+MIXED_ROW_BUCKETS = tuple(rows for rows in ROW_BUCKETS if rows >= 32)
 MIXED_SEQUENCE_BUCKETS = (4, 32)
 
 
@@ -49,7 +49,7 @@ class StepSizes:
     def __init__(self, max_num_seqs: int, max_depth: int) -> None:
         self.most = bucket(max_num_seqs, SEQUENCE_BUCKETS) or max_num_seqs
         self._max_depth = max_depth
-        self.sequences = tuple(size for size in SEQUENCE_BUCKETS if size <= self.most)
+        self.sequences = (*(size for size in SEQUENCE_BUCKETS if size < self.most), self.most)
         self._mixed_sequences = (*(size for size in MIXED_SEQUENCE_BUCKETS if size < self.most), self.most)
 
     def of(self, num_seqs: int, num_rows: int, longest: int, decodes: bool) -> Size | None:
@@ -60,18 +60,20 @@ class StepSizes:
             return None
         return self._decoding(seqs, rows, longest > 1) if decodes else self._mixed(seqs, rows)
 
-    def all(self) -> Iterator[Size]:
+    def all(self) -> list[Size]:
         """Each one that `of` tells, the largest first: they share a pool of memory, in which smaller ones find room."""
-        for rows in reversed(MIXED_ROW_BUCKETS):
-            for fewer, seqs in itertools.pairwise((0, *self._mixed_sequences)):
-                if fewer < rows:
-                    yield self._mixed(seqs, rows)
-        for lower, rows in reversed(list(itertools.pairwise((0, *ROW_BUCKETS)))):
+        sizes = []
+        for lower, rows in itertools.pairwise((0, *ROW_BUCKETS)):
             for fewer, seqs in itertools.pairwise((0, *self.sequences)):
                 if self._max_depth and fewer + 1 < rows and lower < seqs * (1 + self._max_depth):
-                    yield self._decoding(seqs, rows, True)
+                    sizes.append(self._decoding(seqs, rows, True))
                 if fewer < rows and lower < seqs:
-                    yield self._decoding(seqs, rows, False)
+                    sizes.append(self._decoding(seqs, rows, False))
+        for rows in MIXED_ROW_BUCKETS:
+            for fewer, seqs in itertools.pairwise((0, *self._mixed_sequences)):
+                if fewer < rows:
+                    sizes.append(self._mixed(seqs, rows))
+        return sorted(sizes, key=lambda size: size.num_rows, reverse=True)
 
     def _mixed(self, seqs: int, rows: int) -> Size:
         return Size(seqs, rows, rows, min(rows, seqs * (1 + self._max_depth)))

@@ -16,13 +16,10 @@ class Marks:
         self._events: list[torch.cuda.Event] = []
         self._moments: list[float] = []
         self._on_gpu = device.type == "cuda"
-        self._begun = False
 
     def begin(self) -> None:
-        """Its work is about to be launched, if none was before: time for which the device waits is not the step's."""
-        if not self._begun:
-            self._begun = True
-            self._mark()
+        """Its work is about to be launched: time for which the device waits is not the step's."""
+        self._mark()
 
     def drafted(self) -> None:
         self._mark()

@@ -16,6 +16,7 @@ from paceline.runner.input_batch import Run, flatten
 from paceline.runner.kv_cache import KVCache
 
 GRAPH_RESERVE: Final = 1 << 30  # bytes, for CUDA graphs, which are captured after the pool is made
+SPARE_SEATS: Final = 8  # for who has finished, but was not released yet when a measured step fills all others
 SAMPLING_COPIES: Final = 5  # of the logits, that cuts, sorts, logprobs and the distributions of drafts hold at once
 
 
@@ -70,7 +71,7 @@ def table_bytes(max_num_seqs: int, max_depth: int, max_model_len: int, drawn_voc
     """Of what a GPU keeps of each sequence besides KV: its text, and the distributions that the drafts of a step were
     drawn from until they are judged.
     """
-    return 4 * max_num_seqs * (max_model_len + max_depth * drawn_vocab)
+    return 4 * (max_num_seqs + SPARE_SEATS) * (max_model_len + max_depth * drawn_vocab)
 
 
 def measure(models: Sequence[Model], step: LargestStep) -> Measured:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.params import SequenceParams, Verification
@@ -70,12 +72,12 @@ class Seats:
     def leave(self, request_id: int) -> None:
         self._free.append(self._taken.pop(request_id).index)
 
-    def tell(self, seats: Seq[Seat]) -> list[int]:
+    def tell(self, seats: Seq[Seat]) -> Tensor | None:
         """Write to the table what it does not know of these sequences: new blocks; of those stale, for which nothing is
         launched, facts and new tokens.
 
         Returns:
-            The places of those.
+            The places of those, on the device; None without any.
         """
         table = self.table
         grown = [seat for seat in seats if len(seat.sequence.block_ids) > seat.blocks_told]
@@ -83,18 +85,19 @@ class Seats:
             news = [(seat.index, seat.blocks_told, seat.sequence.block_ids[seat.blocks_told :]) for seat in grown]
             _write(table.block_tables, news)
         stale = [seat for seat in seats if seat.stale]
+        places = None
         if stale:
             tokens = [(seat.index, seat.tokens_told, seat.sequence.token_ids[seat.tokens_told :]) for seat in stale]
             _write(table.texts, tokens)
             facts = np.stack([_facts(seat) for seat in stale])
-            rows = torch.tensor([seat.index for seat in stale]).to(table.facts.device, non_blocking=True)
-            table.facts[rows] = torch.from_numpy(facts).to(table.facts.device, non_blocking=True)
+            places = _send(np.array([seat.index for seat in stale]), table.facts.device)
+            table.facts[places] = _send(facts, table.facts.device)
         # Where memory ends meanwhile, all of it is told again.
         for seat in grown:
             seat.blocks_told = len(seat.sequence.block_ids)
         for seat in stale:
             seat.tokens_told, seat.stale = len(seat.sequence), False
-        return [seat.index for seat in stale]
+        return places
 
 
 def _write(table: Tensor, values: Iterable[tuple[int, int, list[int]]]) -> None:
@@ -104,9 +107,14 @@ def _write(table: Tensor, values: Iterable[tuple[int, int, list[int]]]) -> None:
         rows.append(np.full(len(some), row))
         columns.append(np.arange(first, first + len(some)))
         flat.append(np.array(some, dtype=np.int64))
-    where = torch.from_numpy(np.stack([np.concatenate(part) for part in (rows, columns, flat)]))
-    there = where.to(table.device, non_blocking=True)  # [3, num_values]
+    there = _send(np.stack([np.concatenate(part) for part in (rows, columns, flat)]), table.device)  # [3, num_values]
     table[there[0], there[1]] = there[2].to(table.dtype)
+
+
+def _send(array: NDArray[Any], device: torch.device) -> Tensor:
+    """To the device, by memory that it can read itself: from other memory it would be waited for."""
+    here = torch.from_numpy(array)
+    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
 
 def _constants(params: SequenceParams) -> list[int]:

@@ -72,18 +72,18 @@ class CountingRunner:
 
     def _times(self, works: tuple[SequenceWork, ...], mirrors: list[_Mirror]) -> StepTimes:
         """As the cost model says; the clock moves on by them."""
-        rows = context = read = drafting = 0
+        rows = context = read = 0
         depths: list[int] = []
         for work, mirror in zip(works, mirrors):
             rows += work.num_tokens + work.num_drafts
             context += mirror.num_computed + work.num_tokens
             read += work.draft_catch_up
             if work.num_drafts and work.method is Method.DRAFT_MODEL:
-                drafting += 1
+                read -= min(work.draft_catch_up, self.costs.first_rows)
                 depths.append(work.num_drafts)
         counts = np.bincount(depths)[1:] if depths else np.zeros(0, np.int64)
         passes = tuple(np.cumsum(counts[::-1])[::-1].tolist())
-        shape = StepShape(rows, context, passes, max(0, read - self.costs.first_rows * drafting), sequences=len(works))
+        shape = StepShape(rows, context, passes, read, sequences=len(works))
         total = self.costs.step(shape)
         target = self.costs.target(rows, context, len(works))
         self.clock.advance(total)
