@@ -1086,3 +1086,16 @@ def test_where_drafts_hardly_pay_steps_without_them_are_frequent() -> None:
     lost = len(plain) * (1.0 - 1.5 / 1.9)
     assert len(plain) > 20
     assert lost <= PLAIN_CREDIT * 1.5 + PLAIN_SHARE * 3000 * 1.5 + 1e-9
+
+
+def test_a_forward_in_which_many_read_is_paid_once() -> None:
+    """What each would pay for alone, all of them share: they draft, and what is predicted is what it takes."""
+    costs = CostModel([1, 256], [1.0, 1.1], 0.0, [1, 64], [0.1, 0.1], first_rows=2, reading_seconds=0.2)
+    many = [candidate(0.8, number, highest=3, catch_up=1) for number in range(32)]
+    assert choose(adaptive(costs), *many) == [3] * 32
+    step = PricedStep(many, [Chosen(MODEL, 3)] * 32, load_of(many), costs)
+    assert step.seconds == pytest.approx(costs.target(128, 0, 32) + 0.3 + 0.2)
+    one_more = PricedStep(many[:2], [Chosen(MODEL, 1), NOTHING], load_of(many[:2]), costs)
+    assert one_more.seconds_of_one_more(1, many[1].offers[0]) == pytest.approx(0.1 / 255), "the others read anyway"
+    assert choose(adaptive(costs), candidate(0.2, highest=3, catch_up=1)) == [0], "1.2 tokens take 1.3 s"
+    assert choose(adaptive(costs), candidate(0.2, highest=3)) == [1], "or 1.1 s"

@@ -349,6 +349,19 @@ def test_nothing_is_planned_behind_a_certain_end(accepts: bool) -> None:
     assert harness.outputs[0] == reference_output(prompt_of(6, 0), 3)
 
 
+def test_a_draft_model_that_was_left_behind_reads_all_of_it() -> None:
+    """Where a step had no memory for its drafts, the plan behind it did not know; the next one does."""
+    harness = harness_of(lag=1, depth=2, method=Method.DRAFT_MODEL)
+    request = harness.add(8, max_tokens=50)
+    for _ in range(4):
+        harness.step()
+    behind = request.num_tokens - request.num_draft_computed
+    request.num_draft_computed -= 5  # as its runner tells, of a step whose drafts were dropped
+    assert [work.num_drafts for work in request.pending] == [2]
+    assert request.draft_gap >= behind + 5
+    harness.drain()
+
+
 def test_results_come_in_the_order_of_their_plans() -> None:
     harness = harness_of(lag=1)
     harness.add(6)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from core.test_speculation import PASS, costs
-from paceline.core.cost_model import StepShape
+from paceline.core.cost_model import CostModel, StepShape
 from paceline.core.method import Method
 from paceline.core.plan import SequenceResult, SequenceWork
-from paceline.core.step_bill import write_bill
+from paceline.core.step_bill import rows_read, write_bill
 
 MODEL = Method.DRAFT_MODEL
 
@@ -60,6 +60,19 @@ def test_who_was_forced_pays_for_no_pass() -> None:
     told = bill([(work, result), decode(1, 2, 0)], (1, 1), 20.0)
     assert [price.spent for price in told.drafts] == pytest.approx([1.0, 1.0 + 2 * PASS])
     assert [price.rejected for price in told.drafts] == pytest.approx([0.0, 1.0 + 2 * PASS])
+
+
+def test_who_has_to_read_pays_for_that() -> None:
+    """And not who reads, in its first pass, what that reads anyway."""
+    prices = CostModel([1, 64], [1.0, 1.0], 0.0, [1, 64], [0.5, 0.5], first_rows=2, reading_seconds=1.0)
+    pairs = [decode(number, 1) for number in range(4)]
+    for (work, _), gap in zip(pairs, (1, 2, 2, 10), strict=True):
+        work.draft_catch_up = gap
+    works, results = zip(*pairs, strict=True)
+    assert [rows_read(*pair, 2) for pair in pairs] == [0, 0, 0, 8]
+    shape = StepShape(8, 0, (4,), 8, sequences=4)
+    told = write_bill(prices, shape, works, results, [0] * 4, prices.step(shape))
+    assert told.charges == pytest.approx([0.25 + 0.125] * 3 + [0.25 + 0.125 + 1.0])
 
 
 def test_a_prompt_pays_by_its_rows() -> None:

@@ -6,8 +6,9 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,14 @@ from paceline.core.depth import Chosen, DepthCandidate, StepLoad, within_bounds
 from paceline.core.depth_policy import DepthPolicy
 from paceline.core.method import Method
 from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.plan import SequenceResult, StepPlan
 from paceline.engine import Engine, GenerationRequest, Output, StepLoop
 from paceline.runner.device_runner import DeviceRunner
+from paceline.runner.device_step import Part
+from paceline.speculation.ngram_index import NgramIndex
 from paceline.wiring import EngineSettings, build_engine
-from support.pairs import tiny_pair
+from paceline_kernels.triton.state import Column
+from support.pairs import letter_pair, tiny_pair
 
 MAX_LEN = 64
 GREEDY = SamplingParams(temperature=0.0)
@@ -198,6 +203,80 @@ def test_draft_models_catch_up_with_whatever_was_planned(tmp_path: Path) -> None
     assert set(policy.depths) == {0, 1, 2, 3}
     counts = engine.scheduler.speculation.drafters[Method.DRAFT_MODEL, Verification.GREEDY].counts
     assert counts.accepted == counts.drafted > 10
+
+
+class Mirrors:
+    """Compares what the table holds behind each step with what the host makes of its result. Without a GPU, where steps
+    are through once they are launched.
+    """
+
+    def __init__(self, runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compared = Counter[tuple[Method, bool]]()  # by method, with drafts or without
+        launch, commit, tables = runner._launch, runner._commit, runner._seats.table
+        seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+        def launched(plan: StepPlan) -> object:
+            step = launch(plan)
+            for part in step.parts:
+                seen[id(part)] = tables.facts.clone(), tables.texts.clone(), tables.proposals.clone()
+            return step
+
+        def committed(part: Part, *args: Any) -> SequenceResult:
+            result = commit(part, *args)
+            (facts, texts, proposals), row = seen.pop(id(part)), part.seat.index
+            sequence, work = part.seat.sequence, part.work
+            assert facts[row, Column.COMPUTED] == sequence.num_computed, work
+            assert facts[row, Column.DRAFT_COMPUTED] == sequence.num_draft_computed, work
+            assert texts[row, : len(sequence)].tolist() == sequence.token_ids, work
+            if work.samples and work.scores_ngram:
+                index = NgramIndex()
+                index.read(sequence.token_ids)
+                assert result.match == index.match(sequence.token_ids) == facts[row, Column.MATCH], work
+                count = proposals.shape[1] if result.match else 0
+                assert proposals[row, :count].tolist() == index.continuation(sequence.token_ids, count)
+            self.compared[work.method, work.num_drafts > 0] += 1
+            return result
+
+        monkeypatch.setattr(runner, "_launch", launched)
+        monkeypatch.setattr(runner, "_commit", committed)
+
+
+def test_the_table_and_its_mirrors_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever drafts, at any depth, with prompts in chunks, and where memory ends before or behind the verdicts."""
+    if torch.cuda.is_available():
+        pytest.skip("a step is not through when it is launched")
+    pair = letter_pair(tmp_path, "abcde", noise=0.0)
+    engine, oracle = build(pair, "triton", max_num_batched_tokens=12, max_num_seqs=4), build(pair, "torch", depth="off")
+    engine.scheduler.config = replace(engine.scheduler.config, hybrid=True)
+    engine.scheduler.speculation.policy = AnyDepth()
+    runner, calls = engine.runner, itertools.count()
+    assert isinstance(runner, DeviceRunner)
+    mirrors, whole = Mirrors(runner, monkeypatch), runner._passes.verify
+
+    def verify(*args: Any) -> None:
+        number = next(calls)
+        if number % 8 == 2:
+            raise torch.OutOfMemoryError("made up")
+        whole(*args)
+        if number % 8 == 6:
+            raise torch.OutOfMemoryError("made up")
+
+    monkeypatch.setattr(runner._passes, "verify", verify)
+    requests = [
+        GenerationRequest(
+            prompt=tuple(range(1, 2 + i % 4)) * (1 + 2 * i),
+            sampling=SamplingParams(temperature=0.0, frequency_penalty=0.5 * (i == 2)),
+            stop=StopParams(max_tokens=3 if i == 2 else 16, ignore_eos=True),
+            speculation=SpeculationParams(max_depth=3),
+        )
+        for i in range(6)
+    ]
+    found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
+    assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+    for method in (Method.DRAFT_MODEL, Method.NGRAM):
+        counts = engine.scheduler.speculation.drafters[method, Verification.GREEDY].counts
+        assert counts.accepted > 5, (method, counts, mirrors.compared)
+        assert mirrors.compared[method, True] > 2, mirrors.compared
 
 
 def test_preempted_sequences_come_back(pair: tuple[Path, Path], engine: Engine, oracle: Engine) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from paceline.runner.graphs import ROW_BUCKETS, StepSizes
 
 
-@given(st.sampled_from([1, 3, 64, 256]), st.sampled_from([0, 1, 8]), st.data())
+@given(st.sampled_from([1, 3, 64, 256, 600]), st.sampled_from([0, 1, 8]), st.data())
 def test_a_step_finds_a_size_that_holds_it_and_is_recorded(
     max_num_seqs: int, max_depth: int, data: st.DataObject
 ) -> None:
@@ -22,7 +22,7 @@ def test_a_step_finds_a_size_that_holds_it_and_is_recorded(
     runs = [a + b for a, b in zip(tokens, drafts, strict=True)]
     size = sizes.of(num_seqs, sum(runs), max(runs), decodes)
     if size is None:
-        assert sum(runs) > ROW_BUCKETS[-1]
+        assert sum(runs) > ROW_BUCKETS[-1], "whatever the number of sequences"
         return
     assert size.num_seqs >= num_seqs
     assert size.num_rows >= sum(runs)
@@ -32,7 +32,7 @@ def test_a_step_finds_a_size_that_holds_it_and_is_recorded(
 
 
 def test_no_size_is_recorded_twice() -> None:
-    for max_num_seqs in (1, 3, 64, 256):
+    for max_num_seqs in (1, 3, 64, 256, 600):
         for max_depth in (0, 8):
             recorded = list(StepSizes(max_num_seqs, max_depth).all())
             assert len(recorded) == len(set(recorded))
