@@ -89,7 +89,7 @@ def choose_drafts(logits: Tensor, table: SequenceTable, step: StepInput, pass_in
 def judge(logits: Tensor, token_ids: Tensor, table: SequenceTable, step: StepInput, output: StepOutput) -> None:
     """Decide what each sequence emits, and move it on in the table.
 
-    A sequence without rows of logits emits nothing, and only its `Column.COMPUTED` moves.
+    Both columns move that say what the models have computed; a sequence without rows of logits emits nothing.
 
     Args:
         logits: [rows, vocab] float32, row r for `step.logit_sequences[r]`; overwritten.

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.core.plan import LONGEST_MATCH, LONGEST_NGRAM
 from paceline.models import Model
 from paceline.runner.device_step import DeviceStep
-from paceline.runner.graphs import READ_BUCKETS, ROW_BUCKETS, SEQUENCE_BUCKETS, Graphs, Size, StepSizes, bucket
+from paceline.runner.graphs import READ_BUCKETS, ROW_BUCKETS, Graphs, Size, StepSizes, bucket
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.stage import Stage
 from paceline_kernels import PagedBatch
@@ -62,8 +62,10 @@ class DevicePasses:
         self._pass_index = torch.zeros(1, dtype=torch.int32, device=device)
         self.sizes = StepSizes(max_num_seqs, max_depth)
         most = self.sizes.most
-        self._buckets = self.sizes.sequences
-        self._starts = {n: torch.arange(0, n * most + 1, n, dtype=torch.int32, device=device) for n in (1, 2)}
+        self._starts = {
+            rows: torch.arange(0, rows * most + 1, rows, dtype=torch.int32, device=device)
+            for rows in (1, FIRST_PASS_ROWS)
+        }
         self.stage = Stage(device, most, max(max_num_batched_tokens, ROW_BUCKETS[-1]))
         self._output = torch.zeros(StepOutput.size(most, max_depth), dtype=torch.int32, device=device)
 
@@ -97,7 +99,7 @@ class DevicePasses:
         """
         for number in range(depths[0] if depths else 0):
             count = sum(depth > number for depth in depths)
-            size = bucket(count, SEQUENCE_BUCKETS)
+            size = bucket(count, self.sizes.sequences)
             work = self._draft_pass(sent, size or count, first=number == 0)
             if size is None:
                 work()
@@ -183,7 +185,7 @@ class DevicePasses:
     def _compile(self, model: Model, cache: KVCache) -> None:
         """Have kernels compiled for what is not recorded: prompts, which a draft model reads, too."""
         device = model.device
-        for seqs, rows in itertools.product(self._buckets, COMPILED_RUNS):
+        for seqs, rows in itertools.product(self.sizes.sequences, COMPILED_RUNS):
             starts = torch.full((seqs + 1,), rows, dtype=torch.int32, device=device)
             starts[0] = 0
             nowhere = torch.full((seqs,), -1, dtype=torch.int32, device=device)
@@ -211,7 +213,7 @@ class DevicePasses:
         if self._draft is not None and self._max_depth:
             for rows in reversed(READ_BUCKETS):
                 yield self._reading_job(rows)
-            for size, first in itertools.product(reversed(self._buckets), (True, False)):
+            for size, first in itertools.product(reversed(self.sizes.sequences), (True, False)):
                 yield self._pass_job(size, first)
 
     def _reading_job(self, rows: int) -> Callable[[], None]:
