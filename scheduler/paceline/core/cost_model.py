@@ -1,6 +1,6 @@
 """What a step costs on this machine: tables measured at start-up, corrected by every step that is served.
 
-    step = target(rows, context, sequences) + a draft pass per level of depth + rows that the draft model reads besides
+    step = target(rows, context, sequences) + a draft pass per level of depth + what the draft model reads besides
 
 The target's table has buckets of rows, the draft model's have buckets of sequences in a pass; between buckets a table
 is linear, beyond the last it goes on as between the last two. A sequence's KV is read once and its result is booked
@@ -22,7 +22,7 @@ from typing import Any
 from paceline.core.curve import Curve
 
 # Kernels take some rows at once, and the next one costs more than those behind it: few rows have a bucket each, and so
-# has the next one behind the first blocks of 16.
+# has the next one behind the first blocks of 16. Behind 128, steps on a GPU are padded to the next recorded size.
 ROW_BUCKETS = (*range(1, 18), 24, 32, 33, 48, 49, 64, 65, 80, 81, 96, 97, 128,
                129, 192, 193, 256, 257, 384, 385, 512, 768, 1024, 1536, 2048)  # fmt: skip
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
