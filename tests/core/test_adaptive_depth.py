@@ -1097,3 +1097,14 @@ def test_a_forward_in_which_many_read_is_paid_once() -> None:
     assert step.seconds == pytest.approx(costs.target(128, 0, 32) + 0.3 + 0.2)
     one_more = PricedStep(many[:2], [Chosen(MODEL, 1), NOTHING], load_of(many[:2]), costs)
     assert one_more.seconds_of_one_more(1, many[1].offers[0]) == pytest.approx(0.1 / 255), "the others read anyway"
+
+
+def test_what_stands_is_not_done_where_it_is_offered_no_more() -> None:
+    """A request has come behind the reach of its draft model since the decision, and copies."""
+    policy = adaptive()
+    by_model = candidate(0.9)
+    assert choose(policy, by_model) != [0]
+    by_ngram = changed(by_model, offers=(Offer(NGRAM, [0.01]),))
+    load = load_of([by_ngram])
+    assert policy.standing(load) is not None
+    assert policy.join([by_ngram], load) == [NOTHING]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from core.harness import GREEDY, Harness, percent_right, prompt_of
-from paceline.core.config import SchedulerConfig
+from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
 from paceline.core.method import Method
 from paceline.core.params import SchedulingParams, SpeculationParams, StopParams
@@ -222,6 +222,16 @@ def test_a_minimum_run_is_granted() -> None:
         assert small.status is RequestStatus.WAITING
     shop.step_until(lambda: small.status is RequestStatus.RUNNING)
     assert long[1].num_preemptions == 1
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_tenants_do_not_take_turns_at_prompts_that_neither_ends(lag: int) -> None:
+    """A prompt takes nine steps, after three of which it may have to give way; and nothing of it is kept."""
+    shop = Shop(lag=lag, max_num_seqs=1, max_num_batched_tokens=2, min_run_seconds=3.0, prefix_cache=PrefixScope.OFF)
+    requests = [shop.add_for(tenant, 17, 12) for tenant in "abab"]
+    shop.drain(max_steps=2000)
+    assert all(len(request.output_token_ids) == 12 for request in requests)
+    assert any(request.num_preemptions for request in requests)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -102,8 +102,10 @@ class AdaptiveDepth:
         that pays for what its draft model has to read.
         """
         request_id, offer = candidate.request_id, offer_by(DRAFT_MODEL, candidate)
+        if offer is None:  # which it may have had when that was decided
+            return NOTHING
         choice = self._chosen.get(request_id)
-        if choice is not None or offer is None or request_id in self._reviewed:
+        if choice is not None or request_id in self._reviewed:
             return choice or NOTHING
         price, most = self._next_price + self._pass_price, min(self._num_passes, candidate.reach(self.max_depth))
         depth = sum([survival > price for survival in offer.survivals[:most]])

@@ -59,6 +59,7 @@ class Request:
         block_keys: of its leading full blocks, as far as somebody asked.
         num_known_blocks, num_drafted_blocks: leading blocks that the prefix cache was told of, and whose draft KV.
         depth: drafts verified in the last decode.
+        num_in_vain: preemptions since its last token.
         counts_by_method: what speculation brought, by who drafted; NONE for verify steps without drafts.
         counts_without_drafts: those of NONE.
         pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan
@@ -122,6 +123,7 @@ class Request:
         self.depth = 0
         self.steps_without_model = 0
         self.num_preemptions = 0
+        self.num_in_vain = 0
         self.rank = 0.0
         self.admitted_at = -math.inf
         self.charged_seconds = 0.0

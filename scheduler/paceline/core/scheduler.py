@@ -57,6 +57,7 @@ from paceline.errors import (
 
 PACED_SPEED: Final = 0.5  # of the tokens per second that full steps read of prompts: what a request's pace leaves them
 NOBODY: Final[frozenset[str]] = frozenset()
+MOST_DOUBLINGS: Final = 40  # of the time for which a request runs before it gives way
 SHORTEST_RUN: Final = 1e-9  # seconds: who was let in by this very step gives way to nobody
 MAX_OUTSTANDING: Final = 2  # the plan that runs and the one made meanwhile
 
@@ -575,9 +576,15 @@ class Scheduler:
         ran = [
             request
             for request in reversed(self.running.values())
-            if request.tenant in ahead and now - request.admitted_at >= max(self.config.min_run_seconds, SHORTEST_RUN)
+            if request.tenant in ahead and now - request.admitted_at >= self._least_run(request)
         ]
         return sorted(ran, key=lambda request: -ahead[request.tenant])
+
+    def _least_run(self, request: Request) -> float:
+        """Seconds that it runs before it gives way to another tenant: twice as long each time that it had to without a
+        token, lest two tenants take turns at prompts that neither gets to the end of.
+        """
+        return max(self.config.min_run_seconds * 2.0 ** min(request.num_in_vain, MOST_DOUBLINGS), SHORTEST_RUN)
 
     def _would_suffice(self, victims: list[Request], missing: int, known: Sequence[int]) -> bool:
         """All of them together leave a place, and blocks for a request that misses so many besides those known: nobody
@@ -756,6 +763,7 @@ class Scheduler:
         token_ids = sequence.token_ids
         offset = len(request.output_token_ids)
         request.emit(token_ids)
+        request.num_in_vain = 0
         if running:
             request.num_computed_tokens = request.num_tokens - 1
             # Asked inline, since a block is full at few steps only.
@@ -783,6 +791,7 @@ class Scheduler:
         request.num_draft_computed = 0
         request.num_known_blocks = request.num_drafted_blocks = 0
         request.num_preemptions += 1
+        request.num_in_vain += 1
         self.tenants.push(request)
 
     def _end(self, request: Request) -> None:

@@ -146,10 +146,11 @@ class SpeculationControl:
 
     def _survivals(self, request: Request, method: Method, depth: int) -> list[float]:
         model, residual = self._models[request.params.verification][method], request.residuals[method]
-        agreed = _agreed(request, method)
-        if method is not NGRAM or not request.match or not request.pending:
+        agreed, awaited = _agreed(request, method), 0
+        if method is NGRAM and request.match:
+            awaited = sum([1 + work.num_drafts * (work.method is NGRAM) for work in request.pending if work.samples])
+        if not awaited:
             return model.survivals(request.tenant, residual, depth, agreed=agreed)
-        awaited = sum([1 + work.num_drafts * (work.method is NGRAM) for work in request.pending if work.samples])
         return model.survivals_behind(request.tenant, residual, depth, agreed, awaited)
 
     # -- after a step --------------------------------------------------------------------------------------------------
