@@ -10,6 +10,7 @@ from paceline_kernels.int8 import Int8Weight
 from paceline_kernels.reference import (
     add_rms_norm,
     linear,
+    linear_silu_mul,
     paged_attention,
     rms_norm,
     rotary,
@@ -39,6 +40,7 @@ __all__ = [
     "draw",
     "gumbel_argmax",
     "linear",
+    "linear_silu_mul",
     "mask_",
     "overlap",
     "paged_attention",

@@ -93,6 +93,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def linear_silu_mul(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """`silu_mul` of `linear`: [rows, in] times [2 * size, in] -> [rows, size]."""
+    return silu_mul(linear(x, weight, bias))
+
+
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Write key and value [num_tokens, num_kv_heads, head_dim] into the caches at slots [num_tokens] int64.
 

@@ -16,7 +16,17 @@ from support.backends import DEVICE, ULP
 pytest.importorskip("triton")
 
 from paceline_kernels.triton import linear as module
-from paceline_kernels.triton.linear import BEYOND, CANDIDATES, Choice, Config, bucket, linear, product
+from paceline_kernels.triton.elementwise import silu_mul
+from paceline_kernels.triton.linear import (
+    BEYOND,
+    CANDIDATES,
+    Choice,
+    Config,
+    bucket,
+    linear,
+    linear_silu_mul,
+    product,
+)
 
 # Small tiles, which the interpreter walks in a moment; on a GPU the real ones too.
 SMALL = [Config(1, 4, 32, 4, 2), Config(16, 16, 32, 4, 2), Config(16, 16, 32, 4, 2, swapped=True)]
@@ -71,6 +81,33 @@ def test_any_size_with_and_without_splits(
     torch.manual_seed(seed)
     cut = replace(config, programs=programs)
     assert_product(cut, 1 if cut.block_m == 1 else rows, outputs, inputs, kind, with_bias)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize("size", [1, 6, 35])
+def test_a_gated_row_is_the_product_gated(monkeypatch: pytest.MonkeyPatch, size: int, kind: str) -> None:
+    """To the bit, since it is rounded where that is."""
+    torch.manual_seed(size)
+    inputs, choice = 96, Choice()
+    choice.table[1, 2 * size, inputs, kind] = config = Config(1, 4, 32, 4, 2, programs=0)
+    monkeypatch.setattr(module, "CHOICE", choice)
+    weight, _ = matrices(2 * size, inputs, kind)
+    x, bias = (torch.randn(*shape).to(DEVICE, torch.bfloat16) for shape in ((1, inputs), (2 * size,)))
+    taken: list[bool] = []
+    monkeypatch.setattr(module, "product", lambda *args, **more: taken.append(bool(more)) or product(*args, **more))
+    for more in (None, 20 * bias):
+        found = linear_silu_mul(x, weight, more)
+        assert torch.equal(found, silu_mul(product(x, weight, more, config)))
+    assert taken == [True, True]
+    # What is split, or has rows, is gated by a kernel of its own.
+    choice.table[1, 2 * size, inputs, kind] = replace(config, block_k=16, programs=8)
+    choice.table[16, 2 * size, inputs, kind] = SMALL[1]
+    for rows in (1, 3):
+        x = torch.randn(rows, inputs).to(DEVICE, torch.bfloat16)
+        assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
+    assert not any(taken[2:])
+    with pytest.raises(ValueError, match="expected one row"):
+        product(x[:1], weight, None, replace(config, block_k=16, programs=8), gated=True)
 
 
 @pytest.mark.parametrize(("kind", "config"), REAL, ids=str)

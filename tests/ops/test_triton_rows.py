@@ -80,9 +80,9 @@ def test_the_first_pass_of_a_draft_model_reads_the_two_newest_tokens() -> None:
     table.facts[2, Column.COMPUTED] = 0
     seats = torch.tensor([4, 2, 1, -1], dtype=torch.int32, device=DEVICE)
     depths = torch.tensor([3, 2, 1, 0], dtype=torch.int32, device=DEVICE)
-    number = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    table.facts[:, Column.DRAFTED] = 3  # of the step before
     starts = FIRST_PASS_ROWS * torch.arange(5, dtype=torch.int32, device=DEVICE)
-    token_ids, batch = draft_rows(table, seats, depths, number, starts, BLOCK_SIZE, FIRST_PASS_ROWS)
+    token_ids, batch = draft_rows(table, seats, depths, starts, BLOCK_SIZE, FIRST_PASS_ROWS)
     at = table.facts[:, Column.COMPUTED].tolist()
     for i, seat in ((0, 4), (2, 1)):
         assert token_ids[2 * i : 2 * i + 2].tolist() == table.texts[seat, at[seat] - 1 : at[seat] + 1].tolist()
@@ -91,7 +91,8 @@ def test_the_first_pass_of_a_draft_model_reads_the_two_newest_tokens() -> None:
     assert batch.slots[2:4].tolist() == [-1, slot_of(table, 2, 0)], "nothing is before the first token"
     assert batch.context_lens.tolist() == [at[4] + 1, 1, at[1] + 1, 0]
     # The second pass has the first draft of those that go on.
-    token_ids, batch = draft_rows(table, seats, depths, number + 1, starts[:5] // 2, BLOCK_SIZE, 1)
+    table.facts[:, Column.DRAFTED] = 1
+    token_ids, batch = draft_rows(table, seats, depths, starts[:5] // 2, BLOCK_SIZE, 1)
     assert token_ids[:2].tolist() == table.drafts[[4, 2], 0].tolist()
     assert batch.slots.tolist() == [slot_of(table, 4, at[4] + 1), slot_of(table, 2, 1), -1, -1]
 

@@ -28,6 +28,7 @@ def backend(name: str) -> Any:
 
     return SimpleNamespace(
         linear=linear.linear,
+        linear_silu_mul=linear.linear_silu_mul,
         rms_norm=elementwise.rms_norm,
         add_rms_norm=elementwise.add_rms_norm,
         rotate_and_store=elementwise.rotate_and_store,

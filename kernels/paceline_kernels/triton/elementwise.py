@@ -187,11 +187,16 @@ def _silu_mul_kernel(gate_up, out, size, BLOCK: tl.constexpr, DEPENDS: tl.conste
     there = column < size
     gate = tl.load(gate_up + row * 2 * size + column, mask=there, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + column, mask=there, other=0.0).to(tl.float32)
-    dtype = out.dtype.element_ty
+    tl.store(out + row * size + column, gate_times(gate, up, out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def gate_times(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up of float32 that are rounded to `dtype`, as both products are."""
     # Not a power that overflows, which would warn where kernels are interpreted.
     small = tl.exp(-tl.abs(gate))
-    gated = (gate * tl.where(gate >= 0, 1.0, small) / (1.0 + small)).to(dtype).to(tl.float32)
-    tl.store(out + row * size + column, (gated * up).to(dtype), mask=there)
+    silu = (gate * tl.where(gate >= 0, 1.0, small) / (1.0 + small)).to(dtype).to(tl.float32)
+    return (silu * up).to(dtype)
 
 
 @triton.jit

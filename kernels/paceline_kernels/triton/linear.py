@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline_kernels.int8 import Int8Weight
 from paceline_kernels.triton.dependent import DEPENDENT, LAUNCH, release, wait
+from paceline_kernels.triton.elementwise import gate_times, silu_mul
 
 SMS: Final = 132  # of an H100 or H200; only the number of splits follows from it
 MAX_SPLITS: Final = 8
@@ -128,6 +129,15 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
     return F.linear(x, weight, bias)
 
 
+def linear_silu_mul(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """See `reference.linear_silu_mul`: a single row that one kernel multiplies is gated by it, too."""
+    if x.dtype == torch.bfloat16:
+        config = CHOICE.of(len(x), weight)
+        if config is not None and config.block_m == 1 and splits_of(len(x), weight, config) == 1:
+            return product(x, weight, bias, config, gated=True)
+    return silu_mul(linear(x, weight, bias))
+
+
 def bucket(rows: int) -> int:
     return next((size for size in BUCKETS if rows <= size), BEYOND)
 
@@ -138,10 +148,32 @@ def kind_of(weight: Tensor | Int8Weight) -> str:
     return "bf16" if weight.dtype == torch.bfloat16 else "fp32"
 
 
-def product(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None, config: Config) -> Tensor:
+def steps_of(rows: int, weight: Tensor | Int8Weight, config: Config) -> int:
+    """How many steps of block_k a program of this product walks."""
+    outputs, inputs = weight.shape
+    blocks = triton.cdiv(rows, config.block_m) * triton.cdiv(outputs, config.block_n)
+    steps = triton.cdiv(inputs, config.block_k)
+    wanted = triton.cdiv(SMS * config.programs, blocks)
+    each: int = triton.cdiv(steps, max(1, min(wanted, MAX_SPLITS, steps // 2)))
+    return each
+
+
+def splits_of(rows: int, weight: Tensor | Int8Weight, config: Config) -> int:
+    """Among how many programs the inputs of this product are split."""
+    splits: int = triton.cdiv(triton.cdiv(weight.shape[1], config.block_k), steps_of(rows, weight, config))
+    return splits
+
+
+def product(
+    x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None, config: Config, *, gated: bool = False
+) -> Tensor:
     """x [rows, inputs] bf16 times the weight, cut as `config` says; one kernel, or two where the inputs are split.
 
     The weight has no gaps, and no rows but one where block_m is 1.
+
+    Args:
+        gated: the first half of the outputs are gates of the second, as for `reference.silu_mul`. For block_m of 1 and
+            inputs that are not split.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0]
@@ -151,14 +183,13 @@ def product(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None, config:
         raise ValueError("weight must be contiguous")
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = x.new_empty(rows, outputs)
+    out = x.new_empty(rows, outputs // 2 if gated else outputs)
     if not rows:
         return out
     row_blocks, output_blocks = triton.cdiv(rows, config.block_m), triton.cdiv(outputs, config.block_n)
-    steps = triton.cdiv(inputs, config.block_k)
-    wanted = triton.cdiv(SMS * config.programs, row_blocks * output_blocks)
-    steps_each = triton.cdiv(steps, max(1, min(wanted, MAX_SPLITS, steps // 2)))
-    splits = triton.cdiv(steps, steps_each)
+    steps_each, splits = steps_of(rows, weight, config), splits_of(rows, weight, config)
+    if gated and (config.block_m > 1 or splits > 1):
+        raise ValueError(f"{config}, {splits} splits: expected one row and one split for gates")
     # Sums of the splits, added by a second kernel in their order: the same bits every time.
     partial = None if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     even = inputs % config.block_k == 0
@@ -178,6 +209,7 @@ def product(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None, config:
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
             EVEN=even,
+            GATED=gated,
             STAGES=config.stages,
             DEPENDS=DEPENDENT,
             num_warps=config.warps,
@@ -248,11 +280,17 @@ def _gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
+    GATED: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDS: tl.constexpr,
 ):
-    """One row. Every thread adds up products of its own, and threads meet once at the end."""
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """One row. Every thread adds up products of its own, and threads meet once at the end. GATED: gates and what they
+    gate alternate.
+    """
+    place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = place
+    if GATED:
+        column = place // 2 + (place % 2) * (outputs // 2)
     read = tl.minimum(column, outputs - 1).to(tl.int64)  # a load without a mask is a wide one
     step = tl.arange(0, BLOCK_K)
     begin = tl.program_id(1) * inputs_each
@@ -279,7 +317,13 @@ def _gemv_kernel(
             row = tl.load(x + k + step, mask=there, other=0.0)
         acc += w.to(tl.float32) * row.to(tl.float32)[None, :]
     total = tl.sum(acc, axis=1)
-    if partial is not None:
+    if GATED:
+        dtype = out.dtype.element_ty
+        total = _finished(total, scales, bias, column, outputs).to(dtype).to(tl.float32)
+        gate, up = tl.split(tl.reshape(total, (BLOCK_N // 2, 2)))
+        pair = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        tl.store(out + pair, gate_times(gate, up, dtype), mask=pair < outputs // 2)
+    elif partial is not None:
         tl.store(partial + tl.program_id(1) * outputs + column, total, mask=column < outputs)
     else:
         total = _finished(total, scales, bias, column, outputs)

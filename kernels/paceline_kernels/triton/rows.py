@@ -12,6 +12,7 @@ from paceline_kernels.triton.state import Column, SequenceTable, StepInput
 
 COMPUTED = tl.constexpr(Column.COMPUTED.value)
 DRAFT_COMPUTED = tl.constexpr(Column.DRAFT_COMPUTED.value)
+DRAFTED = tl.constexpr(Column.DRAFTED.value)
 BLOCK = 128
 
 
@@ -66,7 +67,6 @@ def draft_rows(
     table: SequenceTable,
     seats: Tensor,
     depths: Tensor,
-    pass_index: Tensor,
     starts: Tensor,
     block_size: int,
     per_seq: int,
@@ -78,7 +78,6 @@ def draft_rows(
 
     Args:
         seats, depths: [num_seqs] int32, the deepest first.
-        pass_index: [1] int32.
         starts: 0, per_seq, 2 * per_seq, ..., [num_seqs + 1] int32.
     """
     num_seqs = len(seats)
@@ -91,7 +90,6 @@ def draft_rows(
         table.drafts,
         seats,
         depths,
-        pass_index,
         token_ids,
         positions,
         slots,
@@ -242,7 +240,6 @@ def _draft_rows(
     drafts,
     seats,
     depths,
-    pass_index,
     token_ids,
     positions,
     slots,
@@ -258,9 +255,12 @@ def _draft_rows(
 ):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < num_seqs
-    number = tl.load(pass_index)
     seat = tl.load(seats + index, mask=inside, other=-1)
-    real = (seat >= 0) & (tl.load(depths + index, mask=inside, other=0) > number)
+    real = seat >= 0
+    number = tl.zeros([BLOCK], tl.int32)
+    if PER_SEQ == 1:
+        number = tl.load(facts + seat * facts_stride + DRAFTED, mask=real, other=0)
+    real = real & (tl.load(depths + index, mask=inside, other=0) > number)
     computed = tl.load(facts + seat * facts_stride + COMPUTED, mask=real, other=0)
     if PER_SEQ == 2:
         text = texts + seat.to(tl.int64) * texts_stride

@@ -34,7 +34,8 @@ class Column(enum.IntEnum):
     TOP_P = 8
     MIN_P = 9
     TYPICAL_P = 10
-    MATCH = 11  # tokens that agree with the text's end where its proposals come from; 0 if there are none
+    DRAFTED = 11  # drafts of the draft model in the step that is being made, from its first pass on
+    MATCH = 12  # tokens that agree with the text's end where its proposals come from; 0 if there are none
 
 
 class Rule(enum.IntEnum):

@@ -36,6 +36,7 @@ from paceline_kernels.triton.state import (
 ROW = tl.constexpr(COLUMNS)
 COMPUTED = tl.constexpr(int(Column.COMPUTED))
 DRAFT_COMPUTED = tl.constexpr(int(Column.DRAFT_COMPUTED))
+DRAFTED = tl.constexpr(int(Column.DRAFTED))
 RULE = tl.constexpr(int(Column.RULE))
 TOP_K = tl.constexpr(int(Column.TOP_K))
 SEED_LOW = tl.constexpr(int(Column.SEED_LOW))
@@ -57,15 +58,15 @@ NEARLY_1 = tl.constexpr(1 - 1e-6)  # what float32 may leave of a probability of 
 UNIFORM_DOMAIN = 0x5041434E  # sets this noise apart from that of `sampling.gumbel_argmax`
 
 
-def choose_drafts(logits: Tensor, table: SequenceTable, step: StepInput, pass_index: Tensor) -> None:
-    """Choose draft j of the sequences whose depth goes beyond it, as the target would: see `Rule`.
+def choose_drafts(logits: Tensor, table: SequenceTable, step: StepInput, *, first: bool) -> None:
+    """Choose the next draft j of the sequences whose depth goes beyond it, as the target would: see `Rule`.
 
-    Writes `table.drafts[seat, j]`, and what it was drawn from, where it was, to `table.probs[seat, j]`. Other rows are
-    not looked at.
+    Writes `table.drafts[seat, j]`, and what it was drawn from, where it was, to `table.probs[seat, j]`, and counts it.
+    Other rows are not looked at.
 
     Args:
         logits: [rows, vocab] float32, row i for the sequence at `step.draft_seats[i]`; overwritten.
-        pass_index: j, [1] int32.
+        first: j is 0 for all; else `Column.DRAFTED` says it.
     """
     rows, vocab = _checked(logits, table)
     if not rows:
@@ -78,7 +79,7 @@ def choose_drafts(logits: Tensor, table: SequenceTable, step: StepInput, pass_in
         step.draft_seats,
         step.draft_depths,
         step.noise_key,
-        pass_index,
+        FIRST=first,
         DEPTH=table.drafts.shape[1],
         VOCAB=vocab,
         BLOCK=block_of(vocab),
@@ -216,17 +217,19 @@ def _choose(
     draft_seats,
     draft_depths,
     noise_key,
-    pass_index,
+    FIRST: tl.constexpr,
     DEPTH: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0)
-    j = tl.load(pass_index)
     seat = tl.load(draft_seats + i)
+    fact = facts + seat * ROW
+    j = tl.zeros([], tl.int32)
+    if not FIRST:
+        j = tl.load(fact + DRAFTED, mask=seat >= 0, other=0)
     if (seat >= 0) & (tl.load(draft_depths + i) > j):
         row = logits + i.to(tl.int64) * VOCAB
-        fact = facts + seat * ROW
         rule = tl.load(fact + RULE)
         token = tl.zeros([], tl.int32)
         if rule <= COUPLED:
@@ -238,6 +241,7 @@ def _choose(
             u = uniform_of(noise_key, DRAFT, seat, j)
             token = draw_from(q, q, False, 1.0, -1, False, u, VOCAB, BLOCK)
         tl.store(drafts + seat * DEPTH + j, token)
+        tl.store(fact + DRAFTED, j + 1)
 
 
 @triton.jit

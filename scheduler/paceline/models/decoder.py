@@ -112,7 +112,7 @@ class Decoder:
             attended = ops.paged_attention(query, key_cache, value_cache, batch, self._scale)
             added = ops.linear(attended.flatten(1), layer.output, layer.output_bias)
             normed, hidden = ops.add_rms_norm(added, hidden, layer.post_norm, eps)
-            gated = ops.silu_mul(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+            gated = ops.linear_silu_mul(normed, layer.gate_up, layer.gate_up_bias)
             added = ops.linear(gated, layer.down, layer.down_bias)
         if added is None:
             return ops.rms_norm(hidden, self._norm, eps)

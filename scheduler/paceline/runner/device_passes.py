@@ -59,7 +59,6 @@ class DevicePasses:
         self._target, self._draft, self._table, self._looks_up = target, draft, table, looks_up
         self._max_depth = max_depth
         self._graphs = Graphs(device)
-        self._pass_index = torch.zeros(1, dtype=torch.int32, device=device)
         self.sizes = StepSizes(max_num_seqs, max_depth)
         most = self.sizes.most
         self._starts = {
@@ -139,13 +138,9 @@ class DevicePasses:
         starts = self._starts[per_seq][: size + 1]
 
         def work() -> None:
-            if first:
-                self._pass_index.zero_()
-            else:
-                self._pass_index.add_(1)
-            rows = draft_rows(self._table, seats, depths, self._pass_index, starts, cache.block_size, per_seq)
+            rows = draft_rows(self._table, seats, depths, starts, cache.block_size, per_seq)
             hidden = model.forward(*rows, cache)
-            choose_drafts(model.logits(hidden[per_seq - 1 :: per_seq]), self._table, sent, self._pass_index)
+            choose_drafts(model.logits(hidden[per_seq - 1 :: per_seq]), self._table, sent, first=first)
 
         return work
 
