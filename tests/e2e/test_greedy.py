@@ -26,16 +26,15 @@ from paceline.core.params import Constraints, SamplingParams, SpeculationParams,
 from paceline.core.token_counts import TokenCounts
 from paceline.engine import Engine, GenerationRequest
 from paceline.wiring import EngineSettings, build_engine
+from support.backends import ENGINES
 from support.chain import Mask
 from support.checkpoints import END_OF_TEXT_ID
-from support.native import needs_compiler
 from support.pairs import tiny_pair
 from support.reference import NEAR_TIE, Asked, Completed, complete, same_but_for_near_ties
 
 NUM_PROMPTS = 32
 MAX_NEAR_TIES = 2
 MODELS = ("embedded", "llama", "qwen2", "qwen3")
-BACKENDS = ("torch", pytest.param("native", marks=needs_compiler))
 
 
 @dataclass
@@ -49,7 +48,7 @@ class Case:
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=ENGINES)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

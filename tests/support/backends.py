@@ -13,9 +13,12 @@ from torch import Tensor
 
 from paceline.models import Decoder
 from paceline_kernels import PagedBatch, reference
+from support.native import needs_compiler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["reference", "triton"]
+# What computes in an engine here.
+ENGINES = ["torch", "triton" if DEVICE.type == "cuda" else pytest.param("native", marks=needs_compiler)]
 ULP = 2.0**-7  # of bf16, relative, at most
 
 
