@@ -30,6 +30,7 @@ from paceline_kernels.triton.linear import (
 
 # Small tiles, which the interpreter walks in a moment; on a GPU the real ones too.
 SMALL = [Config(1, 4, 32, 4, 2), Config(16, 16, 32, 4, 2), Config(16, 16, 32, 4, 2, swapped=True)]
+GATING = [*(("bf16", config) for config in SMALL), *(("int8", config) for config in SMALL if not config.swapped)]
 REAL = [(kind, config) for (kind, _), configs in CANDIDATES.items() for config in configs]
 
 
@@ -83,31 +84,33 @@ def test_any_size_with_and_without_splits(
     assert_product(cut, 1 if cut.block_m == 1 else rows, outputs, inputs, kind, with_bias)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("kind", "config"), [*(("bf16", config) for config in SMALL), *(("int8", c) for c in SMALL[:2])]
+)
 @pytest.mark.parametrize("size", [1, 6, 35])
-def test_a_gated_row_is_the_product_gated(monkeypatch: pytest.MonkeyPatch, size: int, kind: str) -> None:
+def test_what_one_kernel_multiplies_it_gates(
+    monkeypatch: pytest.MonkeyPatch, size: int, kind: str, config: Config
+) -> None:
     """To the bit, since it is rounded where that is."""
     torch.manual_seed(size)
-    inputs, choice = 96, Choice()
-    choice.table[1, 2 * size, inputs, kind] = config = Config(1, 4, 32, 4, 2, programs=0)
+    inputs, rows, choice = 96, min(config.block_m, 5), Choice()
+    key = bucket(rows), 2 * size, inputs, kind
+    choice.table[key] = config = replace(config, programs=0)
     monkeypatch.setattr(module, "CHOICE", choice)
     weight, _ = matrices(2 * size, inputs, kind)
-    x, bias = (torch.randn(*shape).to(DEVICE, torch.bfloat16) for shape in ((1, inputs), (2 * size,)))
+    x, bias = (torch.randn(*shape).to(DEVICE, torch.bfloat16) for shape in ((rows, inputs), (2 * size,)))
     taken: list[bool] = []
     monkeypatch.setattr(module, "product", lambda *args, **more: taken.append(bool(more)) or product(*args, **more))
     for more in (None, 20 * bias):
         found = linear_silu_mul(x, weight, more)
         assert torch.equal(found, silu_mul(product(x, weight, more, config)))
     assert taken == [True, True]
-    # What is split, or has rows, is gated by a kernel of its own.
-    choice.table[1, 2 * size, inputs, kind] = replace(config, block_k=16, programs=8)
-    choice.table[16, 2 * size, inputs, kind] = SMALL[1]
-    for rows in (1, 3):
-        x = torch.randn(rows, inputs).to(DEVICE, torch.bfloat16)
-        assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
+    # What is split is gated by a kernel of its own.
+    choice.table[key] = split = replace(config, block_k=16, programs=8)
+    assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
     assert not any(taken[2:])
-    with pytest.raises(ValueError, match="expected one row"):
-        product(x[:1], weight, None, replace(config, block_k=16, programs=8), gated=True)
+    with pytest.raises(ValueError, match="expected 1 for gates"):
+        product(x, weight, None, split, gated=True)
 
 
 @pytest.mark.parametrize(("kind", "config"), REAL, ids=str)

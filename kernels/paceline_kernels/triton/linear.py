@@ -53,7 +53,13 @@ class Config:
 CANDIDATES: Final[dict[tuple[str, int], tuple[Config, ...]]] = {
     ("bf16", 1): (Config(1, 4, 1024, 4, 2, programs=8), Config(1, 8, 512, 4, 3, programs=8), Config(1, 16, 512, 8, 1)),
     ("int8", 1): (Config(1, 4, 1024, 4, 2, programs=8), Config(1, 8, 512, 4, 3, programs=8), Config(1, 8, 1024, 8, 1)),
-    ("bf16", 16): (Config(16, 32, 256, 4, 4), Config(16, 64, 128, 4, 5), Config(16, 64, 128, 4, 4, swapped=True)),
+    ("bf16", 16): (
+        Config(16, 32, 256, 4, 4),
+        Config(16, 64, 128, 4, 5),
+        Config(16, 16, 512, 4, 4, programs=1),
+        Config(16, 16, 256, 4, 6, programs=1),
+        Config(16, 64, 128, 4, 4, swapped=True),
+    ),
     ("int8", 16): (Config(16, 32, 256, 4, 4), Config(16, 64, 256, 4, 4), Config(16, 64, 128, 4, 5)),
     ("bf16", 32): (Config(32, 32, 256, 4, 3), Config(32, 64, 128, 4, 4), Config(32, 64, 128, 4, 4, swapped=True)),
     ("int8", 32): (Config(32, 32, 256, 4, 4), Config(32, 64, 128, 4, 4), Config(32, 64, 256, 8, 3)),
@@ -130,10 +136,10 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """See `reference.linear_silu_mul`: a single row that one kernel multiplies is gated by it, too."""
+    """See `reference.linear_silu_mul`. Where one kernel multiplies, it gates, too."""
     if x.dtype == torch.bfloat16:
         config = CHOICE.of(len(x), weight)
-        if config is not None and config.block_m == 1 and splits_of(len(x), weight, config) == 1:
+        if config is not None and splits_of(len(x), weight, config) == 1:
             return product(x, weight, bias, config, gated=True)
     return silu_mul(linear(x, weight, bias))
 
@@ -172,8 +178,8 @@ def product(
     The weight has no gaps, and no rows but one where block_m is 1.
 
     Args:
-        gated: the first half of the outputs are gates of the second, as for `reference.silu_mul`. For block_m of 1 and
-            inputs that are not split.
+        gated: the first half of the outputs are gates of the second, as for `reference.silu_mul`. For inputs that are
+            not split.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0]
@@ -188,8 +194,8 @@ def product(
         return out
     row_blocks, output_blocks = triton.cdiv(rows, config.block_m), triton.cdiv(outputs, config.block_n)
     steps_each, splits = steps_of(rows, weight, config), splits_of(rows, weight, config)
-    if gated and (config.block_m > 1 or splits > 1):
-        raise ValueError(f"{config}, {splits} splits: expected one row and one split for gates")
+    if gated and splits > 1:
+        raise ValueError(f"{splits} splits: expected 1 for gates")
     # Sums of the splits, added by a second kernel in their order: the same bits every time.
     partial = None if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     even = inputs % config.block_k == 0
@@ -232,6 +238,7 @@ def product(
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
             EVEN=even,
+            GATED=gated,
             SWAPPED=config.swapped,
             DEPENDS=DEPENDENT,
             num_warps=config.warps,
@@ -254,6 +261,15 @@ def product(
             **LAUNCH,
         )
     return out
+
+
+@triton.jit
+def _column(place, outputs, GATED: tl.constexpr):
+    """Which outputs a program computes. GATED: gates and what they gate alternate, so that it has both."""
+    if GATED:
+        return place // 2 + (place % 2) * (outputs // 2)
+    else:
+        return place
 
 
 @triton.jit
@@ -284,13 +300,8 @@ def _gemv_kernel(
     STAGES: tl.constexpr,
     DEPENDS: tl.constexpr,
 ):
-    """One row. Every thread adds up products of its own, and threads meet once at the end. GATED: gates and what they
-    gate alternate.
-    """
-    place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = place
-    if GATED:
-        column = place // 2 + (place % 2) * (outputs // 2)
+    """One row. Every thread adds up products of its own, and threads meet once at the end. GATED: see `_column`."""
+    column = _column(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), outputs, GATED)
     read = tl.minimum(column, outputs - 1).to(tl.int64)  # a load without a mask is a wide one
     step = tl.arange(0, BLOCK_K)
     begin = tl.program_id(1) * inputs_each
@@ -347,15 +358,18 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
+    GATED: tl.constexpr,
     SWAPPED: tl.constexpr,
     DEPENDS: tl.constexpr,
 ):
-    """Blocks of rows are neighbours in the grid, so that a piece of the weight is read from memory once for all."""
+    """Blocks of rows are neighbours in the grid, so that a piece of the weight is read from memory once for all. GATED:
+    see `_column`.
+    """
     if DEPENDS:
         release()
         wait()
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = _column(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), outputs, GATED)
     # What lies beyond the edges is read from within and never stored: a load without a mask is a wide one.
     read_row = tl.minimum(row, rows - 1).to(tl.int64)
     read_column = tl.minimum(column, outputs - 1).to(tl.int64)
@@ -379,6 +393,15 @@ def _product_kernel(
             acc = tl.dot(part, tl.trans(w.to(x.dtype.element_ty)), acc)
     if SWAPPED:
         acc = tl.trans(acc)
+    if GATED:
+        dtype = out.dtype.element_ty
+        acc = _finished(acc, scales, bias, column[None, :], outputs).to(dtype).to(tl.float32)
+        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+        pair = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        there = (row < rows)[:, None] & (pair < outputs // 2)[None, :]
+        place = row.to(tl.int64)[:, None] * (outputs // 2) + pair[None, :]
+        tl.store(out + place, gate_times(gate, up, dtype), mask=there)
+        return
     there = (row < rows)[:, None] & (column < outputs)[None, :]
     place = row.to(tl.int64)[:, None] * outputs + column[None, :]
     if partial is not None:
