@@ -8,7 +8,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -127,16 +127,7 @@ class Bench:
         """Target and draft; made, or found as an earlier run has left them."""
         if self.scale.small:
             return demo.TARGET, demo.DRAFT
-        home = self._pair or _roomy()
-        for source, sizes in ((demo.TARGET, TARGET), (demo.DRAFT, DRAFT)):
-            path = home / source.name
-            if (path / "config.json").exists():  # which is written last
-                continue
-            began = time.perf_counter()
-            widen(source, path, **sizes, device=self.device.type)
-            size = (path / "model.safetensors").stat().st_size
-            self.say(f"{path}: {size / 1e9:.1f} GB made in {time.perf_counter() - began:.1f} s")
-        return home / demo.TARGET.name, home / demo.DRAFT.name
+        return found_or_made(self._pair or _roomy(), self.device.type, self.say)
 
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
@@ -182,6 +173,19 @@ class Bench:
             table.add_row(*row)
         self.console.print(table)
         self.console.file.flush()
+
+
+def found_or_made(home: Path, device: str, say: Callable[[str], None]) -> tuple[Path, Path]:
+    """Target and draft as an earlier run has left them there, or as this one does."""
+    for source, sizes in ((demo.TARGET, TARGET), (demo.DRAFT, DRAFT)):
+        path = home / source.name
+        if (path / "config.json").exists():  # which is written last
+            continue
+        began = time.perf_counter()
+        widen(source, path, **sizes, device=device)
+        size = (path / "model.safetensors").stat().st_size
+        say(f"{path}: {size / 1e9:.1f} GB made in {time.perf_counter() - began:.1f} s")
+    return home / demo.TARGET.name, home / demo.DRAFT.name
 
 
 def _roomy() -> Path:
