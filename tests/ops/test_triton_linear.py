@@ -84,9 +84,7 @@ def test_any_size_with_and_without_splits(
     assert_product(cut, 1 if cut.block_m == 1 else rows, outputs, inputs, kind, with_bias)
 
 
-@pytest.mark.parametrize(
-    ("kind", "config"), [*(("bf16", config) for config in SMALL), *(("int8", c) for c in SMALL[:2])]
-)
+@pytest.mark.parametrize(("kind", "config"), GATING)
 @pytest.mark.parametrize("size", [1, 6, 35])
 def test_what_one_kernel_multiplies_it_gates(
     monkeypatch: pytest.MonkeyPatch, size: int, kind: str, config: Config
