@@ -106,6 +106,7 @@ def build(
         block_size=BLOCK_SIZE,
         kv_cache_memory=kv_cache_memory,
         reproducible=reproducible,
+        device="cpu" if reproducible else "auto",
     )
     return build_engine(settings)
 

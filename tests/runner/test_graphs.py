@@ -1,11 +1,17 @@
-"""The sizes at which steps are recorded."""
+"""The sizes at which steps are recorded, and the recording."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.runner.graphs import ROW_BUCKETS, StepSizes
+from paceline.runner.graphs import ROW_BUCKETS, Graphs, StepSizes
 
 
 @given(st.sampled_from([1, 3, 64, 256, 600]), st.sampled_from([0, 1, 8]), st.data())
@@ -36,3 +42,47 @@ def test_no_size_is_recorded_twice() -> None:
         for max_depth in (0, 8):
             recorded = list(StepSizes(max_num_seqs, max_depth).all())
             assert len(recorded) == len(set(recorded))
+
+
+class Recording:
+    """Stands for torch's: a graph that is thrown away while another is recorded ends that recording."""
+
+    def __init__(self) -> None:
+        self.running = False
+        self.ended_early = False
+
+    @contextmanager
+    def graph(self, graph: object, **options: object) -> Iterator[None]:
+        self.running = True
+        yield
+        self.running = False
+
+
+class Graph:
+    def __init__(self, recording: Recording) -> None:
+        self.recording, self.itself = recording, self  # garbage that only a search finds
+
+    def __del__(self) -> None:
+        self.recording.ended_early |= self.recording.running
+
+    def pool(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+def test_nothing_is_thrown_away_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(recording))
+    monkeypatch.setattr(torch.cuda, "graph", recording.graph)
+
+    def work() -> None:
+        if recording.running:
+            Graph(recording)
+            _ = [[] for _ in range(2 * gc.get_threshold()[0])]  # sets off a search, if there are any
+
+    graphs = Graphs(torch.device("cuda"))
+    graphs.run("size", work)
+    assert "size" in graphs
+    assert not recording.ended_early
+    assert gc.isenabled()

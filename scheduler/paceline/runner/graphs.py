@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline_kernels.recording import record
+
 # Sequences and rows of recorded steps; between them, a step is padded.
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 READ_BUCKETS = (8, 16, 32, 64, 128, 256, 512)  # rows that a draft model reads besides those it drafts from
@@ -109,9 +111,5 @@ class Graphs:
         work()
         if not self._records:
             return
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
+        self._graphs[key] = graph = record(work, self._pool)
         self._pool = graph.pool()
-        self._graphs[key] = graph
