@@ -52,6 +52,34 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(folder / "ca.pem", *server, *client)
 
 
+# ---- Connecting ----------------------------------------------------------------------------------------------------
+
+
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+    writer.close()
+
+
+@asynccontextmanager
+async def far_away(address: str, seconds: float) -> AsyncIterator[str]:
+    """The address of a way to a server on which the first bytes of a connection take so long."""
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(seconds)
+        host, _, port = address.rpartition(":")
+        there, back = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(copy(reader, back), copy(there, writer))
+
+    async with await asyncio.start_server(connect, "127.0.0.1", 0) as way:
+        yield f"127.0.0.1:{way.sockets[0].getsockname()[1]}"
+
+
+async def test_a_server_that_is_far_away_or_busy_is_reached_at_the_first_try(server: FakeServer) -> None:
+    async with far_away(server.address, 0.5) as address, AsyncClient(address, max_retries=0) as client:
+        assert (await client.complete("hello")).text == "abc"
+
+
 # ---- Keys ----------------------------------------------------------------------------------------------------------
 
 

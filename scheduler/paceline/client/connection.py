@@ -30,8 +30,10 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     # Retries are ours: see retry.py. For them to find a server that has come back, connecting is tried as often.
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
+    # In spite of its name, what one attempt may take, TLS and the server's first frame included. Not the default of 20
+    # seconds, for which an address that swallows packets would be waited for.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
 )
 # What headers carry unchanged.
 _NAME: Final = re.compile(r"[!-~]{1,128}")
