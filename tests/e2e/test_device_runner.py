@@ -222,6 +222,7 @@ class Mirrors:
             return step
 
         def committed(part: Part, *args: Any) -> SequenceResult:
+            before = list(part.seat.sequence.token_ids)
             result = commit(part, *args)
             (facts, texts, proposals), row = seen.pop(id(part)), part.seat.index
             sequence, work = part.seat.sequence, part.work
@@ -234,6 +235,10 @@ class Mirrors:
                 assert result.match == index.match(sequence.token_ids) == facts[row, Column.MATCH], work
                 count = proposals.shape[1] if result.match else 0
                 assert proposals[row, :count].tolist() == index.continuation(sequence.token_ids, count)
+                index = NgramIndex()
+                index.read(before)
+                drafted = work.num_drafts and work.method is Method.NGRAM
+                assert result.scored == (() if drafted else index.score(before, result.token_ids)), work
             self.compared[work.method, work.num_drafts > 0] += 1
             return result
 

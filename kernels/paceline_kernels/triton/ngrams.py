@@ -10,17 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline_kernels.triton.state import COLUMNS, Column, SequenceTable, StepInput, StepOutput
+from paceline_kernels.triton.state import COLUMNS, NOT_LOOKED_UP, Column, SequenceTable, StepInput, StepOutput
 
 ROW = tl.constexpr(COLUMNS)
 COMPUTED = tl.constexpr(Column.COMPUTED.value)
 MATCH = tl.constexpr(Column.MATCH.value)
+UNKNOWN = tl.constexpr(NOT_LOOKED_UP)
 BLOCK = 1024
 PLACE_BITS = 28  # of an int32, for places in a text; the others are for how much agrees there
 
 
 def look_up(table: SequenceTable, seats: Tensor, longest: int, longest_match: int) -> None:
-    """Write `table.proposals` and `Column.MATCH` of sequences that decode next.
+    """Write `table.proposals` and `Column.MATCH` of the sequences that decode next, where it is not NOT_LOOKED_UP.
 
     Args:
         seats: [num_seqs] int64.
@@ -120,9 +121,10 @@ def _look_up(
     """A sequence each."""
     seat = tl.load(seats + tl.program_id(0))
     fact = facts + seat * ROW
-    size = tl.load(fact + COMPUTED) + 1
-    text, proposed = texts + seat * texts_stride, proposals + seat * COUNT
-    _propose(text, size, proposed, fact, COUNT, WIDTH, LONGEST, LONGEST_MATCH, BITS, BLOCK)
+    if tl.load(fact + MATCH) != UNKNOWN:
+        size = tl.load(fact + COMPUTED) + 1
+        text, proposed = texts + seat * texts_stride, proposals + seat * COUNT
+        _propose(text, size, proposed, fact, COUNT, WIDTH, LONGEST, LONGEST_MATCH, BITS, BLOCK)
 
 
 @triton.jit
@@ -154,6 +156,9 @@ def _score_and_look_up(
     if (seat >= 0) & samples & (tl.load(looks_up + i) != 0):
         text, proposed = texts + seat * texts_stride, proposals + seat * COUNT
         computed, emitted = tl.load(fact + COMPUTED), tl.load(num_accepted + i) + 1
+        if tl.load(fact + MATCH) == UNKNOWN:  # behind a prompt
+            _propose(text, computed + 1 - emitted, proposed, fact, COUNT, WIDTH, LONGEST, LONGEST_MATCH, BITS, BLOCK)
+            tl.debug_barrier()
         if tl.load(fact + MATCH) > 0:
             j = tl.arange(0, WIDTH)
             news = tl.load(text + computed + 1 - emitted + j, mask=j < emitted, other=-1)
@@ -162,6 +167,6 @@ def _score_and_look_up(
         tl.debug_barrier()  # all have read what is written now
         match = _propose(text, computed + 1, proposed, fact, COUNT, WIDTH, LONGEST, LONGEST_MATCH, BITS, BLOCK)
     elif seat >= 0:
-        tl.store(fact + MATCH, 0)  # what was proposed there stands no longer at the text's end
+        tl.store(fact + MATCH, UNKNOWN)  # what was proposed there stands no longer at the text's end
     tl.store(scored + i, score)
     tl.store(matches + i, match)
