@@ -25,8 +25,8 @@ MOST_DEVICE_GROWTH = 4 * MIB
 # Of the host's over the second half of the drains: the allocator splits and keeps what it once had, and learns to know
 # larger requests for a while. One kilobyte kept of each of the requests of minutes is more.
 MOST_HOST_GROWTH = 64 * MIB
-# Objects of one class of ours besides those below: accounts and estimates of tenants and methods come with their first
-# use. Whatever is kept of every request, or of every step, is soon more.
+# Objects of one class of ours besides those below: accounts of tenants come with their first use. Whatever is kept of
+# every request, or of every step, is soon more.
 MOST_MORE = 64
 TIMERS = 3  # of one request, at most
 # Of these there is one for each live request, and of no other.
@@ -113,8 +113,9 @@ class Footprint:
     """What the process holds.
 
     Attributes:
-        objects: of our own classes, by class. What was there when the engine was loaded is not among them, if garbage
-            collection was told to leave it alone (`collect_rarely`).
+        objects: of our own classes, by class, but for what is learnt of tenants and positions, of which there may be as
+            much as there are. What was there when the engine was loaded is not among them, if garbage collection was
+            told to leave it alone (`collect_rarely`).
         device: bytes of tensors on the GPU, 0 without one.
         reserved: bytes that torch has of it.
         host: bytes of memory.
@@ -129,13 +130,13 @@ class Footprint:
     files: int
 
     @classmethod
-    def now(cls) -> Footprint:
+    def now(cls, engine: Engine) -> Footprint:
         gc.collect()
         on_gpu = torch.cuda.is_initialized()
         if on_gpu:
             torch.cuda.synchronize()
         return cls(
-            objects=_objects(),
+            objects=_objects(ignored=_learnt(engine)),
             device=torch.cuda.memory_allocated() if on_gpu else 0,
             reserved=torch.cuda.memory_reserved() if on_gpu else 0,
             host=_resident(),
@@ -170,10 +171,18 @@ def host_growth(footprints: list[Footprint]) -> str | None:
     return f"{growth / MIB:.0f} MiB more on the host over the second half" if growth > MOST_HOST_GROWTH else None
 
 
-def _objects() -> Counter[str]:
+def _learnt(engine: Engine) -> set[int]:
+    """Ids of what all requests together have taught, for each rule and method by tenant and position."""
+    models: Any = [model for by_method in engine.scheduler.speculation._models.values() for model in by_method.values()]
+    return {id(one) for model in models for one in (*model._positions, *model._tenants.values())}
+
+
+def _objects(ignored: set[int]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for one in gc.get_objects():
         with suppress(ReferenceError):  # a proxy whose object has gone
+            if id(one) in ignored:
+                continue
             kind = type(one)
             module = str(kind.__module__)  # of classes in C it may be anything
             if module.startswith("paceline"):

@@ -141,7 +141,7 @@ class RandomLoad:
         end = time.perf_counter() + seconds
         while self.counts.drains < 2 or time.perf_counter() < end:
             self.load(every)
-            self.drain()
+            self.drain(by_aborts=self.counts.drains % 2 == 1 or time.perf_counter() > end)
         self._complain([found for found in [host_growth(self._footprints)] if found])
         return not self.complaints
 
@@ -154,10 +154,10 @@ class RandomLoad:
             if time.perf_counter() >= end:
                 return
 
-    def drain(self) -> None:
-        """Let the engine run dry, every other time by aborts, and look at what is left."""
+    def drain(self, *, by_aborts: bool = False) -> None:
+        """Let the engine run dry, and look at what is left."""
         self.counts.drains += 1
-        if self.counts.drains % 2 == 0:
+        if by_aborts:
             self._abort(list(self._live))
         self._run_dry()
         done, self._done = self._done, []
@@ -167,7 +167,7 @@ class RandomLoad:
         # Of all that was live before, the runner has been told by now that it has ended.
         found += [one for one in remainders(self.engine, self._runner) if one not in left]
         done, self._done = [], []
-        self._footprints.append(Footprint.now())
+        self._footprints.append(Footprint.now(self.engine))
         found += self._footprints[-1].growth(self._footprints[0])
         self._report()
         self._complain(found)

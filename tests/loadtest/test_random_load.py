@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.acceptance import Residual
+from paceline.core.params import Verification
 from paceline.core.request import Request
 from paceline.engine import Engine
 from paceline.runner.device_runner import DeviceRunner
@@ -21,7 +23,7 @@ from support.pairs import tiny_pair
 sys.path.append(str(Path(__file__).parents[2] / "loadtest" / "gpu"))  # last: its bench.py is not the only one
 
 import random_load
-from leaks import MIB, MOST_HOST_GROWTH, Footprint, host_growth
+from leaks import MIB, MOST_HOST_GROWTH, MOST_MORE, Footprint, host_growth
 from offers import Offers
 from random_load import RandomLoad
 
@@ -134,6 +136,18 @@ def test_requests_that_somebody_keeps_are_told(load: RandomLoad) -> None:
     assert any("more objects of paceline.core.request.Request" in one for one in load.complaints), load.complaints
 
 
+def test_what_is_learnt_of_tenants_and_positions_may_grow_and_what_nobody_has_may_not(load: RandomLoad) -> None:
+    def told() -> list[str]:
+        return Footprint.now(load.engine).growth(first)
+
+    first = Footprint.now(load.engine)
+    more = [Residual() for _ in range(MOST_MORE + 1)]
+    assert told() == [f"{MOST_MORE + 1} more objects of paceline.core.acceptance.Residual"]
+    models = load.engine.scheduler.speculation._models
+    next(iter(models[Verification.GREEDY].values()))._positions.extend(more)
+    assert told() == []
+
+
 def test_other_tokens_than_at_first_are_told(load: RandomLoad) -> None:
     load.drain()
     name, tokens = next(iter(load._expected.items()))
@@ -142,8 +156,8 @@ def test_other_tokens_than_at_first_are_told(load: RandomLoad) -> None:
     assert [one for one in load.complaints if one.startswith(f"other tokens than at first: {name}: ")]
 
 
-def test_memory_that_grows_on_the_host_is_told() -> None:
-    now = Footprint.now()
+def test_memory_that_grows_on_the_host_is_told(load: RandomLoad) -> None:
+    now = Footprint.now(load.engine)
 
     def drains(*extra: int) -> list[Footprint]:
         return [Footprint(now.objects, 0, 0, now.host + more, now.threads, now.files) for more in extra]
