@@ -299,4 +299,4 @@ class Harness:
 
 def rows_of(plan: StepPlan) -> int:
     """Rows that the budget must cover: the target's, and what a draft model reads beyond them."""
-    return plan.num_rows + sum(max(0, work.draft_catch_up - work.num_tokens) for work in plan.work)
+    return plan.num_rows + sum(work.rows_read(1) for work in plan.work if work.draft_catch_up > work.num_tokens)

@@ -13,7 +13,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from paceline.core.method import NO_METHOD, Method
+from paceline.core.method import DRAFT_MODEL, NO_METHOD, Method
 from paceline.core.params import SequenceParams
 
 LONGEST_NGRAM: Final = 4  # tokens of a text's end that are looked up
@@ -112,6 +112,12 @@ class SequenceWork:
     def num_rows(self) -> int:
         """Rows in the target's forward."""
         return self.num_tokens + self.num_drafts
+
+    def rows_read(self, first_rows: int) -> int:
+        """That the draft model reads, besides the `first_rows` that a sequence has in its first pass, if it drafts."""
+        if self.num_drafts and self.method is DRAFT_MODEL:
+            return max(0, self.draft_catch_up - first_rows)
+        return self.draft_catch_up
 
 
 @dataclass(frozen=True, slots=True)

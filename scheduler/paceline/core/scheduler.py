@@ -673,11 +673,9 @@ class Scheduler:
             # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
             gap = request.draft_gap if chosen.method is DRAFT_MODEL else 0
             behind = max(0, gap - self.speculation.first_rows)
-            if behind > step.budget:
-                depth, behind = 0, step.budget
-                gap = behind + 1
-            if depth:
-                depth = self._grow_for_drafts(share, min(depth, step.budget - behind))
+            depth = self._grow_for_drafts(share, min(depth, step.budget - behind)) if behind < step.budget else 0
+            if not depth:
+                gap = behind = min(gap, step.budget)
             step.budget -= depth + behind
             share.depth, share.catch_up = depth, gap
             if depth or gap:

@@ -105,10 +105,8 @@ def write_bill(
 
 
 def rows_read(work: SequenceWork, result: SequenceResult, first_rows: int) -> int:
-    """That the draft model reads besides those that a sequence has in its first pass, if it drafts."""
-    if not work.num_drafts or result.is_forced:
-        return work.draft_catch_up
-    return max(0, work.draft_catch_up - first_rows)
+    """See `SequenceWork.rows_read`; what is forced has no pass."""
+    return work.draft_catch_up if result.is_forced else work.rows_read(first_rows)
 
 
 def _shares_of_passes(costs: CostModel, shape: StepShape) -> list[float]:

@@ -29,9 +29,7 @@ class Part:
     @property
     def num_read(self) -> int:
         """Known tokens that the draft model reads at most, besides those it drafts from."""
-        if self.work.method is not DRAFT_MODEL:
-            return 0
-        return max(0, self.work.draft_catch_up - (FIRST_PASS_ROWS if self.work.num_drafts else 0))
+        return self.work.rows_read(FIRST_PASS_ROWS)
 
     @property
     def read_until(self) -> int:

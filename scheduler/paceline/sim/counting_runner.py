@@ -77,9 +77,8 @@ class CountingRunner:
         for work, mirror in zip(works, mirrors):
             rows += work.num_tokens + work.num_drafts
             context += mirror.num_computed + work.num_tokens
-            read += work.draft_catch_up
+            read += work.rows_read(self.costs.first_rows)
             if work.num_drafts and work.method is Method.DRAFT_MODEL:
-                read -= min(work.draft_catch_up, self.costs.first_rows)
                 depths.append(work.num_drafts)
         counts = np.bincount(depths)[1:] if depths else np.zeros(0, np.int64)
         passes = tuple(np.cumsum(counts[::-1])[::-1].tolist())
