@@ -12,12 +12,12 @@ import torch
 def record(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
     """What `work` launches, as a graph; nothing of it runs. It has run before: what is set up at first use is there.
 
-    Garbage is not searched meanwhile: freeing an older graph, which waits for the device, would end the recording.
+    Garbage is not searched meanwhile: freeing an older graph, which waits for the device, would end the recording. One
+    thread records at a time.
 
     Args:
         pool: of memory, that of another graph.
     """
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     searched = gc.isenabled()
     gc.disable()

@@ -132,7 +132,7 @@ class Footprint:
     @classmethod
     def now(cls, engine: Engine) -> Footprint:
         gc.collect()
-        on_gpu = torch.cuda.is_initialized()
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if on_gpu:
             torch.cuda.synchronize()
         return cls(

@@ -151,9 +151,9 @@ class Offers:
         return max(1, int(most ** self._random.random()))
 
     def _cut(self, length: int) -> tuple[int, ...]:
-        """Out of a text that the models might go on with; the last ones have all that they have."""
+        """Out of a text that the models might go on with; all of it if it is shorter."""
         tokens = self._random.choice(self._known)
-        start = self._random.randrange(max(1, len(tokens) - length))
+        start = self._random.randrange(max(0, len(tokens) - length) + 1)
         return tokens[start : start + length]
 
     def _text(self, length: int) -> str:
@@ -260,8 +260,8 @@ def from_now(request: GenerationRequest, now: float) -> GenerationRequest:
     return replace(request, scheduling=replace(request.scheduling, deadline=now + deadline))
 
 
-def fixed(vocab_size: int, longest: int, methods: Sequence[Method]) -> dict[str, GenerationRequest]:
-    """Requests that have to give the same tokens whenever they are served alone.
+def fixed(vocab_size: int, longest: int, methods: Sequence[Method], *, grammars: bool) -> dict[str, GenerationRequest]:
+    """Requests that have to give the same tokens whenever they are served alone; whatever starts threads is among them.
 
     Prompts are shorter than a block of KV, or want logprobs: nothing of them is found in the prefix cache, which would
     leave other rows to compute, and on a GPU another rounding. Depths are fixed for the same reason.
@@ -285,4 +285,7 @@ def fixed(vocab_size: int, longest: int, methods: Sequence[Method]) -> dict[str,
     requests["greedy, logprobs of a long prompt"] = GenerationRequest(
         long, SamplingParams(temperature=0.0), replace(stop, max_tokens=16), bounds, LogprobsParams(0, 0)
     )
+    if grammars:
+        words = GRAMMARS[0]
+        requests["seeded, words"] = GenerationRequest(period, SamplingParams(seed=8), stop, bounds, grammar=words)
     return requests

@@ -10,13 +10,16 @@ gave at first. The same seed offers the same, step by step; where in it the engi
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from common import found_or_made
 from leaks import MIB, Footprint, host_growth, remainders
@@ -42,7 +45,8 @@ from paceline.wiring import EngineSettings, build_engine
 
 CHECK_EVERY = 32  # steps, between which the books are checked while there is work
 REPEATED = 4  # completions of the load that are computed again at each drain, where that is exact
-EXPECTED = (DeadlineExceeded, ResourceExhausted, Unavailable)  # refusals of what is asked for too late or too much
+LATE = (DeadlineExceeded, Unavailable)  # refusals of what cannot be in time
+EXPECTED = (*LATE, ResourceExhausted)  # and of what is too much, when it is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +131,12 @@ class RandomLoad:
         self._live: dict[int, Reader] = {}
         self._done: list[Reader] = []  # the last ones that could be computed again
         methods = [method for method in Method if method in engine.methods]
-        self._fixed = fixed(engine.vocab_size, engine.scheduler.config.max_model_len, methods)
+        longest = engine.scheduler.config.max_model_len
+        self._fixed = fixed(engine.vocab_size, longest, methods, grammars=engine.grammars is not None)
         self._expected: dict[str, list[int]] = {}
         self._footprints: list[Footprint] = []
         self._began = time.perf_counter()
-        host = getattr(self._runner, "host", self._runner)
+        host: Any = getattr(self._runner, "host", self._runner)
         self._exact = isinstance(host.model, NativeDecoder)
         engine.scheduler.tenants.set_policies(policies(engine.scheduler.config.num_blocks), ONE_SHARE)
         engine.on_end.append(self.counts.ended)
@@ -140,18 +145,17 @@ class RandomLoad:
         """Load for so long, with a drain every so many seconds; twice at least. Whether all was well."""
         end = time.perf_counter() + seconds
         while self.counts.drains < 2 or time.perf_counter() < end:
-            self.load(every)
+            self.load(until=min(end, time.perf_counter() + every))
             self.drain(by_aborts=self.counts.drains % 2 == 1 or time.perf_counter() > end)
         self._complain([found for found in [host_growth(self._footprints)] if found])
         return not self.complaints
 
-    def load(self, seconds: float) -> None:
-        """Offer what comes next for so long."""
-        end = time.perf_counter() + seconds
-        for tick in self._ticks:
+    def load(self, *, ticks: int | None = None, until: float = math.inf) -> None:
+        """Offer what comes next: at so many steps, or until then."""
+        for tick in islice(self._ticks, ticks):
             self._offer(tick)
             self._step()
-            if time.perf_counter() >= end:
+            if time.perf_counter() >= until:
                 return
 
     def drain(self, *, by_aborts: bool = False) -> None:
@@ -227,10 +231,8 @@ class RandomLoad:
         for request_id, error in self.engine.take_refused():
             del self._live[request_id]
             self._end_of(f"refused: {type(error).__name__}")
-            if not isinstance(error, EXPECTED) or isinstance(error, ResourceExhausted):
-                self._complain(
-                    [f"request {request_id} failed: {error}"]
-                )  # for want of memory, of which there is enough
+            if not isinstance(error, LATE):  # for want of memory, of which there is enough
+                self._complain([f"request {request_id} failed: {error}"])
 
     def _end_of(self, how: str, count: int = 1) -> None:
         self.counts.ends[how] += count
@@ -378,9 +380,11 @@ def main() -> int:
     if engine.grammars is None:
         say("grammars are left out: their library is not installed")
     load = RandomLoad(engine, arguments.seed, say)
-    seconds = arguments.seconds or (20.0 if small else 540.0)
+    seconds, every = (20.0, 3.0) if small else (540.0, 20.0)
+    seconds = seconds if arguments.seconds is None else arguments.seconds
+    every = every if arguments.every is None else arguments.every
     try:
-        is_well = load.run(seconds - (time.perf_counter() - began), arguments.every or (3.0 if small else 20.0))
+        is_well = load.run(seconds - (time.perf_counter() - began), every)
     except Exception:
         # Whatever it is, it has ended the engine.
         say(traceback.format_exc())

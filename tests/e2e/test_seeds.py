@@ -141,6 +141,7 @@ class Mode:
             quantization=self.quantization,
             draft_quantization=self.quantization,
             reproducible=self.backend == "native",
+            device="cpu" if self.backend == "native" else "auto",
             max_model_len=MAX_LEN,
             max_num_seqs=BATCH,
             max_num_batched_tokens=variation.max_num_batched_tokens,
@@ -152,7 +153,7 @@ class Mode:
 TORCH = Mode("torch", "float32")
 NATIVE = [Mode("native", "float32"), Mode("native", "bfloat16"), Mode("native", "bfloat16", "int8")]
 MODES = [
-    *(pytest.param(mode, id=str(mode), marks=needs_compiler) for mode in NATIVE if DEVICE.type == "cpu"),
+    *(pytest.param(mode, id=str(mode), marks=needs_compiler) for mode in NATIVE),
     *(pytest.param(mode, id=str(mode)) for mode in [Mode("triton", "float32")] if DEVICE.type == "cuda"),
     pytest.param(TORCH, id="torch"),
 ]

@@ -6,13 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from paceline.core.acceptance import Residual
-from paceline.core.params import Verification
+from paceline.core.params import StopParams, Verification
 from paceline.core.request import Request
 from paceline.engine import Engine
 from paceline.runner.device_runner import DeviceRunner
@@ -49,11 +50,18 @@ def load(pair: tuple[Path, Path]) -> RandomLoad:
 
 
 def test_nothing_is_left_of_it(load: RandomLoad) -> None:
-    assert load.run(seconds=2.0, every=0.5)
+    for by_aborts in (False, True):
+        load.load(ticks=150)
+        load.drain(by_aborts=by_aborts)
+    assert not load.complaints
     counts = load.counts
-    assert counts.drains >= 2
-    assert counts.steps > 0
-    assert {how.split(":")[0] for how in counts.ends} >= {"done", "aborted"}
+    assert {"aborted: running", "aborted: waiting", "done: max_tokens"} <= counts.ends.keys()
+    assert counts.accepted > 0
+
+
+def test_it_runs_for_so_long_and_twice_at_least(load: RandomLoad) -> None:
+    assert load.run(seconds=0.0, every=0.5)
+    assert load.counts.drains == 2
 
 
 def test_steps_that_are_launched_ahead_leave_nothing(pair: tuple[Path, Path]) -> None:
@@ -61,23 +69,27 @@ def test_steps_that_are_launched_ahead_leave_nothing(pair: tuple[Path, Path]) ->
     host = engine.runner
     engine.runner = runner = LaunchingRunner(host)
     load = RandomLoad(engine, seed=1, say=print, runner=host)
-    assert load.run(seconds=2.0, every=0.5)
+    for _ in range(2):
+        load.load(ticks=200)
+        load.drain(by_aborts=True)
+    assert not load.complaints
     assert runner.most == 2
     assert not runner.running
 
 
 def test_the_runner_of_gpus_is_left_empty(tmp_path: Path) -> None:
-    """Its kernels are interpreted here, or run on a GPU: few steps, but launched ahead, and of every kind."""
+    """Its kernels are interpreted here, or run on a GPU: few steps, but launched ahead."""
     engine = build(tiny_pair(tmp_path, vocab_size=4096, num_hidden_layers=1), "triton")
     assert isinstance(engine.runner, DeviceRunner)
     load = RandomLoad(engine, seed=2, say=print)
-    load._fixed = {}  # which would take half a minute
+    # All would take half a minute; one tells the runner that the others have ended.
+    name, one = next(iter(load._fixed.items()))
+    load._fixed = {name: replace(one, stop=StopParams(max_tokens=2, ignore_eos=True))}
     for _ in range(2):
-        load.load(seconds=1.0)
-        load._abort(list(load._live))
-        load.drain()
+        load.load(ticks=8)
+        load.drain(by_aborts=True)
     assert not load.complaints
-    assert load.counts.steps > 0
+    assert any(how.startswith("aborted") for how in load.counts.ends)
 
 
 def test_the_same_seed_offers_the_same(load: RandomLoad) -> None:
@@ -126,11 +138,11 @@ def test_what_an_engine_keeps_is_told(load: RandomLoad, keep: Callable[[Engine],
 
 
 def test_requests_that_somebody_keeps_are_told(load: RandomLoad) -> None:
-    load.load(seconds=0.3)
+    load.load(ticks=30)
     load.drain()
     kept: list[Request] = []
     load.engine.on_end.append(lambda request, reason, now: kept.append(request))
-    load.load(seconds=0.3)
+    load.load(ticks=30)
     load.drain()
     assert kept
     assert any("more objects of paceline.core.request.Request" in one for one in load.complaints), load.complaints

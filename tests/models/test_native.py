@@ -166,7 +166,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return reference.linear(quantized_activations(x).values, weight.double(), bias).float()
 
 
-_EightBits = cast(Ops, SimpleNamespace(**{**vars(reference), "linear": _linear}))
+def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return reference.silu_mul(_linear(x, weight, bias))
+
+
+_EightBits = cast(Ops, SimpleNamespace(**{**vars(reference), "linear": _linear, "linear_silu_mul": _linear_silu_mul}))
 
 
 def test_gates_of_any_size() -> None:

@@ -107,15 +107,21 @@ def test_what_one_kernel_multiplies_it_gates(
     choice.table[key] = split = replace(config, block_k=16, programs=8)
     assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
     assert not any(taken[2:])
-    with pytest.raises(ValueError, match="expected 1 for gates"):
+    with pytest.raises(ValueError, match=r"gates: .* splits: expected pairs, and 1"):
         product(x, weight, None, split, gated=True)
+    with pytest.raises(ValueError, match=f"gates: {2 * size - 1} outputs in blocks of {config.block_n}"):
+        product(x, matrices(2 * size - 1, inputs, kind)[0], None, config, gated=True)
 
 
 @pytest.mark.parametrize(("kind", "config"), REAL, ids=str)
 def test_the_ways_that_are_tried(kind: str, config: Config) -> None:
     torch.manual_seed(0)
     outputs, inputs = (140, 1100) if DEVICE.type == "cpu" else (6144, 4096)
-    assert_product(config, min(config.block_m, 67), outputs, inputs, kind, with_bias=True)
+    rows = min(config.block_m, 67)
+    assert_product(config, rows, outputs, inputs, kind, with_bias=True)
+    weight, x = matrices(outputs, inputs, kind)[0], torch.randn(rows, inputs).to(DEVICE, torch.bfloat16)
+    whole = replace(config, programs=0)
+    assert torch.equal(product(x, weight, None, whole, gated=True), silu_mul(product(x, weight, None, whole)))
 
 
 def test_rows_fall_into_buckets() -> None:

@@ -10,7 +10,7 @@ from paceline.core.plan import LONGEST_MATCH, LONGEST_NGRAM
 from paceline.speculation.ngram_index import NgramIndex
 from paceline_kernels.triton import ngrams
 from paceline_kernels.triton.ngrams import look_up, score_and_look_up
-from paceline_kernels.triton.state import NOT_LOOKED_UP, Column, SequenceTable, StepInput, StepOutput
+from paceline_kernels.triton.state import UNKNOWN_END, Column, SequenceTable, StepInput, StepOutput
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEATS, DEPTH, MOST = 12, 5, 60
@@ -51,13 +51,13 @@ def test_proposals_and_matches_are_those_of_the_host(seed: int) -> None:
     texts = random_texts(np.random.default_rng(seed))
     table = make_table(texts, [[]] * SEATS)
     asked = [seat for seat in range(SEATS) if seat != 3]
-    table.facts[5, Column.MATCH] = NOT_LOOKED_UP  # a prompt, of which nobody knows the end yet
+    table.facts[5, Column.MATCH] = UNKNOWN_END  # a prompt, of which nobody knows the end yet
     look_up(table, torch.tensor(asked, device=DEVICE), LONGEST_NGRAM, LONGEST_MATCH)
     asked.remove(5)
     for seat, text in enumerate(texts):
         proposals, match = table.proposals[seat].tolist(), int(table.facts[seat, Column.MATCH])
         if seat not in asked:
-            assert (set(proposals), match) == ({-77}, NOT_LOOKED_UP if seat == 5 else -77), "nobody asked"
+            assert (set(proposals), match) == ({-77}, UNKNOWN_END if seat == 5 else -77), "nobody asked"
             continue
         assert match == index_of(text).match(text), text
         if match:
@@ -81,7 +81,7 @@ def test_what_was_emitted_is_scored_and_what_comes_next_is_looked_up(seed: int) 
     table.facts[:, Column.COMPUTED] = whole.facts[:, Column.COMPUTED]
     before = table.proposals.clone()
     for seat in (0, 5):  # prompts
-        table.facts[seat, Column.MATCH] = NOT_LOOKED_UP
+        table.facts[seat, Column.MATCH] = UNKNOWN_END
         table.proposals[seat] = -77
 
     seats = rng.permutation(SEATS).tolist()
@@ -101,7 +101,7 @@ def test_what_was_emitted_is_scored_and_what_comes_next_is_looked_up(seed: int) 
         if seat in (3, 4):
             assert (scored, match) == (-1, 0)
             assert torch.equal(table.proposals[seat], before[seat])
-            assert table.facts[seat, Column.MATCH] == NOT_LOOKED_UP
+            assert table.facts[seat, Column.MATCH] == UNKNOWN_END
             continue
         labels = index_of(text).score(text, news)
         assert scored == (sum(labels) if labels else -1), (text, news)

@@ -82,7 +82,7 @@ def test_the_first_pass_of_a_draft_model_reads_the_two_newest_tokens() -> None:
     depths = torch.tensor([3, 2, 1, 0], dtype=torch.int32, device=DEVICE)
     table.facts[:, Column.DRAFTED] = 3  # of the step before
     starts = FIRST_PASS_ROWS * torch.arange(5, dtype=torch.int32, device=DEVICE)
-    token_ids, batch = draft_rows(table, seats, depths, starts, BLOCK_SIZE, FIRST_PASS_ROWS)
+    token_ids, batch = draft_rows(table, seats, depths, starts, BLOCK_SIZE, first=True)
     at = table.facts[:, Column.COMPUTED].tolist()
     for i, seat in ((0, 4), (2, 1)):
         assert token_ids[2 * i : 2 * i + 2].tolist() == table.texts[seat, at[seat] - 1 : at[seat] + 1].tolist()
@@ -92,7 +92,7 @@ def test_the_first_pass_of_a_draft_model_reads_the_two_newest_tokens() -> None:
     assert batch.context_lens.tolist() == [at[4] + 1, 1, at[1] + 1, 0]
     # The second pass has the first draft of those that go on.
     table.facts[:, Column.DRAFTED] = 1
-    token_ids, batch = draft_rows(table, seats, depths, starts[:5] // 2, BLOCK_SIZE, 1)
+    token_ids, batch = draft_rows(table, seats, depths, starts[:5] // 2, BLOCK_SIZE, first=False)
     assert token_ids[:2].tolist() == table.drafts[[4, 2], 0].tolist()
     assert batch.slots.tolist() == [slot_of(table, 4, at[4] + 1), slot_of(table, 2, 1), -1, -1]
 

@@ -159,7 +159,7 @@ def test_truncations_together_are_transformers_in_our_order() -> None:
 
 def random_biases(rng: np.random.Generator) -> tuple[tuple[int, float], ...]:
     """Multiples of 1/8: transformers keeps biases in float32."""
-    ids = rng.choice(VOCAB - 1, size=rng.integers(1, 8), replace=False) + 1  # some versions refuse a token 0
+    ids = rng.choice(VOCAB - 1, size=rng.integers(1, 8), replace=False) + 1  # transformers 5.17 refuses token 0
     return tuple((int(token), float(rng.integers(-40, 40)) / 8) for token in ids)
 
 

@@ -163,7 +163,7 @@ class Served:
 
         def ask() -> Any:
             with grpc.insecure_channel(self.address) as channel, pytest.raises(grpc.RpcError) as caught:
-                list(self.call(style, "x", serialize, channel))
+                list(self.call(style, "x", serialize, channel, timeout=PATIENCE))
             return caught.value
 
         return await asyncio.to_thread(ask)

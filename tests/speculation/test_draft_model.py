@@ -45,7 +45,7 @@ from support.native import needs_compiler
 from support.pairs import tiny_pair
 
 CPU = torch.device("cpu")
-BLOCKS, BLOCK_SIZE = 24, 4
+BLOCKS, BLOCK_SIZE = 22, 4
 TOLERANCE = 1e-4  # of logits, between us and transformers
 DRAWN = (Verification.TOKEN_WISE, Verification.BLOCK)
 

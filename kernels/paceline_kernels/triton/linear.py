@@ -141,11 +141,14 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
 
 def linear_silu_mul(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
     """See `reference.linear_silu_mul`. Where one kernel multiplies, it gates, too."""
-    if x.dtype == torch.bfloat16:
-        config = CHOICE.of(len(x), weight)
-        if config is not None and splits_of(len(x), weight, config) == 1:
-            return product(x, weight, bias, config, gated=True)
+    config = CHOICE.of(len(x), weight) if x.dtype == torch.bfloat16 else None
+    if config is not None and _gates(len(x), weight, config):
+        return product(x, weight, bias, config, gated=True)
     return silu_mul(linear(x, weight, bias))
+
+
+def _gates(rows: int, weight: Tensor | Int8Weight, config: Config) -> bool:
+    return config.block_n % 2 == 0 and cut_of(rows, weight, config)[1] == 1
 
 
 def bucket(rows: int) -> int:
@@ -158,20 +161,14 @@ def kind_of(weight: Tensor | Int8Weight) -> str:
     return "bf16" if weight.dtype == torch.bfloat16 else "fp32"
 
 
-def steps_of(rows: int, weight: Tensor | Int8Weight, config: Config) -> int:
-    """How many steps of block_k a program of this product walks."""
+def cut_of(rows: int, weight: Tensor | Int8Weight, config: Config) -> tuple[int, int]:
+    """How many steps of block_k a program of this product walks, and among how many programs its inputs are split."""
     outputs, inputs = weight.shape
     blocks = triton.cdiv(rows, config.block_m) * triton.cdiv(outputs, config.block_n)
     steps = triton.cdiv(inputs, config.block_k)
-    wanted = triton.cdiv(SMS * config.programs, blocks)
-    each: int = triton.cdiv(steps, max(1, min(wanted, MAX_SPLITS, steps // 2)))
-    return each
-
-
-def splits_of(rows: int, weight: Tensor | Int8Weight, config: Config) -> int:
-    """Among how many programs the inputs of this product are split."""
-    splits: int = triton.cdiv(triton.cdiv(weight.shape[1], config.block_k), steps_of(rows, weight, config))
-    return splits
+    wanted = triton.cdiv(SMS * config.programs, max(1, blocks))
+    each = triton.cdiv(steps, max(1, min(wanted, MAX_SPLITS, steps // 2)))
+    return each, triton.cdiv(steps, each)
 
 
 def product(
@@ -197,9 +194,11 @@ def product(
     if not rows:
         return out
     row_blocks, output_blocks = triton.cdiv(rows, config.block_m), triton.cdiv(outputs, config.block_n)
-    steps_each, splits = steps_of(rows, weight, config), splits_of(rows, weight, config)
-    if gated and splits > 1:
-        raise ValueError(f"{splits} splits: expected 1 for gates")
+    steps_each, splits = cut_of(rows, weight, config)
+    if gated and (splits > 1 or outputs % 2 or config.block_n % 2):
+        raise ValueError(
+            f"gates: {outputs} outputs in blocks of {config.block_n}, {splits} splits: expected pairs, and 1"
+        )
     # Sums of the splits, added by a second kernel in their order: the same bits every time.
     partial = None if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     even = inputs % config.block_k == 0
@@ -405,15 +404,15 @@ def _product_kernel(
         there = (row < rows)[:, None] & (pair < outputs // 2)[None, :]
         place = row.to(tl.int64)[:, None] * (outputs // 2) + pair[None, :]
         tl.store(out + place, gate_times(gate, up, dtype), mask=there)
-        return
-    there = (row < rows)[:, None] & (column < outputs)[None, :]
-    place = row.to(tl.int64)[:, None] * outputs + column[None, :]
-    if partial is not None:
-        size = tl.cast(rows, tl.int64) * outputs
-        tl.store(partial + tl.program_id(2) * size + place, acc, mask=there)
     else:
-        acc = _finished(acc, scales, bias, column[None, :], outputs)
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=there)
+        there = (row < rows)[:, None] & (column < outputs)[None, :]
+        place = row.to(tl.int64)[:, None] * outputs + column[None, :]
+        if partial is not None:
+            size = tl.cast(rows, tl.int64) * outputs
+            tl.store(partial + tl.program_id(2) * size + place, acc, mask=there)
+        else:
+            acc = _finished(acc, scales, bias, column[None, :], outputs)
+            tl.store(out + place, acc.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -10,18 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline_kernels.triton.state import COLUMNS, NOT_LOOKED_UP, Column, SequenceTable, StepInput, StepOutput
+from paceline_kernels.triton.state import COLUMNS, UNKNOWN_END, Column, SequenceTable, StepInput, StepOutput
 
 ROW = tl.constexpr(COLUMNS)
 COMPUTED = tl.constexpr(Column.COMPUTED.value)
 MATCH = tl.constexpr(Column.MATCH.value)
-UNKNOWN = tl.constexpr(NOT_LOOKED_UP)
+UNKNOWN = tl.constexpr(UNKNOWN_END)
 BLOCK = 1024
 PLACE_BITS = 28  # of an int32, for places in a text; the others are for how much agrees there
 
 
 def look_up(table: SequenceTable, seats: Tensor, longest: int, longest_match: int) -> None:
-    """Write `table.proposals` and `Column.MATCH` of the sequences that decode next, where it is not NOT_LOOKED_UP.
+    """Write `table.proposals` and `Column.MATCH` of sequences that decode next; others have UNKNOWN_END, and keep it.
 
     Args:
         seats: [num_seqs] int64.

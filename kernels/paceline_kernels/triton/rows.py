@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline_kernels.batch import PagedBatch
-from paceline_kernels.triton.state import Column, SequenceTable, StepInput
+from paceline_kernels.triton.state import FIRST_PASS_ROWS, Column, SequenceTable, StepInput
 
 COMPUTED = tl.constexpr(Column.COMPUTED.value)
 DRAFT_COMPUTED = tl.constexpr(Column.DRAFT_COMPUTED.value)
@@ -69,18 +69,20 @@ def draft_rows(
     depths: Tensor,
     starts: Tensor,
     block_size: int,
-    per_seq: int,
+    *,
+    first: bool,
 ) -> tuple[Tensor, PagedBatch]:
-    """The rows of a pass of the draft model, `per_seq` for each sequence whose depth goes beyond the pass.
+    """The rows of a pass of the draft model, for each sequence whose depth goes beyond the pass.
 
-    The first pass has two: a draft model whose drafts were all accepted has not seen the last of them yet; for others
-    the row writes what is there already. Later passes have one, the draft of the pass before.
+    The first pass has FIRST_PASS_ROWS of each, two: a draft model whose drafts were all accepted has not seen the last
+    of them yet; for others the row writes what is there already. Later passes have one, the draft of the pass before;
+    `Column.DRAFTED` says which that is.
 
     Args:
         seats, depths: [num_seqs] int32, the deepest first.
-        starts: 0, per_seq, 2 * per_seq, ..., [num_seqs + 1] int32.
+        starts: where the rows of each begin, [num_seqs + 1] int32.
     """
-    num_seqs = len(seats)
+    num_seqs, per_seq = len(seats), FIRST_PASS_ROWS if first else 1
     token_ids, positions, slots = seats.new_empty(3, num_seqs * per_seq, dtype=torch.int64).unbind(0)
     context_lens = torch.empty_like(seats)
     _draft_rows[(triton.cdiv(num_seqs, BLOCK),)](
@@ -100,7 +102,7 @@ def draft_rows(
         table.block_tables.stride(0),
         table.drafts.stride(0),
         block_size,
-        PER_SEQ=per_seq,
+        FIRST=first,
         BLOCK=BLOCK,
     )
     return token_ids, _batch(table, seats, starts, context_lens, block_size, per_seq, positions, slots)
@@ -250,7 +252,7 @@ def _draft_rows(
     table_stride,
     drafts_stride,
     block_size,
-    PER_SEQ: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -258,11 +260,11 @@ def _draft_rows(
     seat = tl.load(seats + index, mask=inside, other=-1)
     real = seat >= 0
     number = tl.zeros([BLOCK], tl.int32)
-    if PER_SEQ == 1:
+    if not FIRST:
         number = tl.load(facts + seat * facts_stride + DRAFTED, mask=real, other=0)
     real = real & (tl.load(depths + index, mask=inside, other=0) > number)
     computed = tl.load(facts + seat * facts_stride + COMPUTED, mask=real, other=0)
-    if PER_SEQ == 2:
+    if FIRST:
         text = texts + seat.to(tl.int64) * texts_stride
         newest = tl.load(text + computed, mask=real, other=0)
         last = computed
@@ -281,7 +283,7 @@ def _draft_rows(
         last = computed + number
     block = tl.load(block_tables + seat.to(tl.int64) * table_stride + last // block_size, mask=real, other=0)
     slot = block.to(tl.int64) * block_size + last % block_size
-    row = PER_SEQ * index + (PER_SEQ - 1)
+    row = 2 * index + 1 if FIRST else index
     tl.store(token_ids + row, newest.to(tl.int64), mask=inside)
     tl.store(positions + row, last.to(tl.int64), mask=inside)
     tl.store(slots + row, tl.where(real, slot, -1), mask=inside)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 COLUMNS: Final = 16  # of a sequence's row in `SequenceTable.facts`
-NOT_LOOKED_UP: Final = -1
+UNKNOWN_END: Final = -1  # MATCH of a text whose end is not known yet, as of a prompt: the step that samples looks first
 FIRST_PASS_ROWS: Final = 2  # of each sequence in the draft model's first pass: see `draft_rows`
 
 
@@ -36,7 +36,7 @@ class Column(enum.IntEnum):
     MIN_P = 9
     TYPICAL_P = 10
     DRAFTED = 11  # drafts of the draft model in the step that is being made, from its first pass on
-    MATCH = 12  # tokens that agree with the text's end where its proposals come from; 0 without any, or NOT_LOOKED_UP
+    MATCH = 12  # tokens that agree with the text's end where its proposals come from; 0 without any, or UNKNOWN_END
 
 
 class Rule(enum.IntEnum):

@@ -138,7 +138,7 @@ class DevicePasses:
         starts = self._starts[per_seq][: size + 1]
 
         def work() -> None:
-            rows = draft_rows(self._table, seats, depths, starts, cache.block_size, per_seq)
+            rows = draft_rows(self._table, seats, depths, starts, cache.block_size, first=first)
             hidden = model.forward(*rows, cache)
             choose_drafts(model.logits(hidden[per_seq - 1 :: per_seq]), self._table, sent, first=first)
 

@@ -15,7 +15,7 @@ from paceline.core.params import SequenceParams, Verification
 from paceline.core.sequence import Sequence
 from paceline.runner.positions import LOW_HALF
 from paceline.runner.sampler import temperature_of
-from paceline_kernels.triton.state import COLUMNS, NOT_LOOKED_UP, Column, Rule, SequenceTable, float_bits
+from paceline_kernels.triton.state import COLUMNS, UNKNOWN_END, Column, Rule, SequenceTable, float_bits
 
 RULES = {
     Verification.GREEDY: Rule.GREEDY,
@@ -138,7 +138,7 @@ def _facts(seat: Seat) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     row = np.array(seat.constants, dtype=np.int32)
     row[Column.COMPUTED] = seat.sequence.num_computed
     row[Column.DRAFT_COMPUTED] = seat.sequence.num_draft_computed
-    row[Column.MATCH] = 0 if seat.sequence.num_computed + 1 == len(seat.sequence) else NOT_LOOKED_UP
+    row[Column.MATCH] = 0 if seat.sequence.num_computed + 1 == len(seat.sequence) else UNKNOWN_END
     return row
 
 
