@@ -14,9 +14,17 @@ from typing import Any
 
 import torch
 
+from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.deadlines import SLACK
 from paceline.core.plan import StepRunner
+from paceline.core.request import Request
+from paceline.core.sequence import Sequence
 from paceline.engine import Engine
+from paceline.engine.completions import Completion
+from paceline.engine.stops import StopChecker
+from paceline.runner.seats import Seat
+from paceline.speculation import Ngram
+from paceline.speculation.ngram_index import NgramIndex
 
 MIB = 1 << 20
 # Of a GPU's memory as torch's allocator counts it, after a collection: workspaces of libraries come at the first use of
@@ -30,7 +38,7 @@ MOST_HOST_GROWTH = 64 * MIB
 MOST_MORE = 64
 TIMERS = 3  # of one request, at most
 # Of these there is one for each live request, and of no other.
-OF_REQUESTS = frozenset({"Request", "Sequence", "Seat", "Completion", "StopChecker", "NgramIndex"})
+OF_REQUESTS = (Request, Sequence, Seat, Completion, StopChecker, NgramIndex)
 
 
 def remainders(engine: Engine, runner: StepRunner) -> list[str]:
@@ -55,7 +63,7 @@ def _held(engine: Engine) -> Iterator[str]:
     scheduler, kv = engine.scheduler, engine.scheduler.kv
     if kv.num_free_blocks != kv.pool.num_blocks:
         yield f"{kv.pool.num_blocks - kv.num_free_blocks} blocks of KV are not free"
-    policy: Any = scheduler.speculation.policy
+    policy = scheduler.speculation.policy
     holders: dict[str, Any] = {
         "block tables": kv._tables,
         "requests": scheduler.requests,
@@ -65,11 +73,15 @@ def _held(engine: Engine) -> Iterator[str]:
         "refused requests that nobody was told of": scheduler.refused,
         "paces": scheduler._paced,
         "completions": engine._completions.keys(),
-        "chosen depths": getattr(policy, "_chosen", ()),
-        "reviewed depths": getattr(policy, "_reviewed", ()),
-        "bounds of depths": getattr(policy, "_bound", ()),
-        "intervals of probes": getattr(getattr(policy, "_probes", None), "_intervals", ()),
     }
+    if isinstance(policy, AdaptiveDepth):
+        adaptive: Any = policy  # of which this looks at more than it shows
+        holders |= {
+            "chosen depths": adaptive._chosen,
+            "reviewed depths": adaptive._reviewed,
+            "bounds of depths": adaptive._bound,
+            "intervals of probes": adaptive._probes._intervals,
+        }
     yield from _not_empty(holders)
     # Those of ended requests go when a step is planned with too many of them for all that are live.
     most = SLACK + TIMERS * (scheduler.config.max_num_seqs + scheduler.config.max_queued)
@@ -85,7 +97,8 @@ def _mirrored(engine: Engine, runner: StepRunner) -> Iterator[str]:
         yield f"mirrors of {_some(host.sequences.keys() ^ told)}, other than those that the next plan releases"
     holders = {"failed requests": host._exhausted - told}
     for method, drafter in host.drafters.items():
-        holders[f"indexes of {method}"] = getattr(drafter, "_indexes", {}).keys() - told
+        if isinstance(drafter, Ngram):
+            holders[f"indexes of {method}"] = drafter._indexes.keys() - told
     if host is not runner:
         device: Any = runner
         seats = device._seats
@@ -151,9 +164,10 @@ class Footprint:
         found = []
         if self.device > first.device + MOST_DEVICE_GROWTH:
             found.append(f"{(self.device - first.device) / MIB:.1f} MiB more on the GPU")
+        names = set(map(_name, OF_REQUESTS))
         for name, count in self.objects.items():
             more = count - first.objects[name]
-            if more > (0 if name.rsplit(".", 1)[-1] in OF_REQUESTS else MOST_MORE):
+            if more > (0 if name in names else MOST_MORE):
                 found.append(f"{more} more objects of {name}")
         for what, count, before in (
             ("threads", self.threads, first.threads),
@@ -183,11 +197,14 @@ def _objects(ignored: set[int]) -> Counter[str]:
         with suppress(ReferenceError):  # a proxy whose object has gone
             if id(one) in ignored:
                 continue
-            kind = type(one)
-            module = str(kind.__module__)  # of classes in C it may be anything
-            if module.startswith("paceline"):
-                counts[f"{module}.{kind.__qualname__}"] += 1
+            name = _name(type(one))
+            if name.startswith("paceline"):
+                counts[name] += 1
     return counts
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _resident() -> int:
