@@ -31,12 +31,12 @@ from paceline.backend import choose_backend, choose_dtype
 from paceline.bench.console import console
 from paceline.core.method import Method
 from paceline.core.params import SchedulingParams, SpeculationParams
-from paceline.core.plan import FinishReason, StepRunner
-from paceline.core.request import Request
+from paceline.core.plan import StepRunner
 from paceline.core.tenant_policy import ONE_SHARE
 from paceline.device import DEVICES, choose_gpu
 from paceline.engine import Engine, GenerationRequest, StepLoop
 from paceline.engine.delta import Output
+from paceline.engine.usage import TenantUsage
 from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from paceline.garbage import collect_rarely
 from paceline.kv_blocks import bytes_per_block
@@ -88,26 +88,13 @@ class Reader:
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the load."""
+    """What became of the load. `ended` is what completions have had that have ended, whoever's they were."""
 
-    steps: int = 0
-    tokens: int = 0
-    preemptions: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    cached: int = 0
+    ended: TenantUsage = field(default_factory=TenantUsage)
     most_live: int = 0
     drains: int = 0
     repeated: int = 0
     ends: Counter[str] = field(default_factory=Counter)
-
-    def ended(self, request: Request, reason: FinishReason | None, now: float) -> None:
-        """An observer of the engine's."""
-        counts = request.counts
-        self.preemptions += request.num_preemptions
-        self.drafted += counts.drafted
-        self.accepted += counts.accepted
-        self.cached += request.num_cached_tokens
 
 
 class RandomLoad:
@@ -139,7 +126,7 @@ class RandomLoad:
         host: Any = getattr(self._runner, "host", self._runner)
         self._exact = isinstance(host.model, NativeDecoder)
         engine.scheduler.tenants.set_policies(policies(engine.scheduler.config.num_blocks), ONE_SHARE)
-        engine.on_end.append(self.counts.ended)
+        engine.on_end.append(lambda request, reason, now: self.counts.ended.book(request))
 
     def run(self, seconds: float, every: float) -> bool:
         """Load for so long, with a drain every so many seconds; twice at least. Whether all was well."""
@@ -213,17 +200,15 @@ class RandomLoad:
         self._take_refused()
         if done is None:
             return False
-        self.counts.steps += 1
         for output in done.outputs:
             reader = self._live[output.request_id]
             reader.read(output)
-            self.counts.tokens += len(output.token_ids)
             if output.finish is not None:
                 del self._live[output.request_id]
                 self._end_of(f"done: {output.finish.reason}")
                 if self._exact and _is_certain(reader.request):
                     self._done = [*self._done, reader][-REPEATED:]
-        if self.counts.steps % CHECK_EVERY == 0:
+        if self.engine.totals.steps % CHECK_EVERY == 0:
             self.engine.check_invariants()
         return True
 
@@ -282,30 +267,30 @@ class RandomLoad:
             self._say(f"  WRONG: {one}")
 
     def _report(self) -> None:
-        counts, now = self.counts, self._footprints[-1]
+        counts, now, totals, ended = self.counts, self._footprints[-1], self.engine.totals, self.counts.ended
         kinds: Counter[str] = Counter()
         for how, count in counts.ends.items():
             kinds[how.split(":")[0]] += count
         self._say(
-            f"drain {counts.drains} at {time.perf_counter() - self._began:.0f} s: {counts.steps} steps, "
+            f"drain {counts.drains} at {time.perf_counter() - self._began:.0f} s: {totals.steps} steps, "
             f"{kinds['done']} done, {kinds['aborted']} aborted, {kinds['refused']} refused; "
-            f"{counts.tokens} tokens, {counts.preemptions} preemptions, "
-            f"{counts.accepted} of {counts.drafted} drafts accepted; "
+            f"{totals.tokens} tokens, {ended.preemptions} preemptions, "
+            f"{ended.accepted_tokens} of {ended.drafted_tokens} drafts accepted; "
             f"GPU {now.device / MIB:.1f} MiB of {now.reserved / MIB:.1f} reserved, host {now.host / MIB:.0f} MiB, "
             f"{sum(now.objects.values())} objects, {now.threads} threads, {now.files} files"
         )
 
     def summary(self) -> Table:
         """What became of everything."""
-        counts = self.counts
+        counts, totals, ended = self.counts, self.engine.totals, self.counts.ended
         rows = {
-            "steps": counts.steps,
-            "tokens": counts.tokens,
+            "steps": totals.steps,
+            "tokens": totals.tokens,
             "live at once, at most": counts.most_live,
-            "preemptions": counts.preemptions,
-            "prompt tokens found in the cache": counts.cached,
-            "drafts verified": counts.drafted,
-            "drafts accepted": counts.accepted,
+            "preemptions": ended.preemptions,
+            "prompt tokens found in the cache": ended.cached_prompt_tokens,
+            "drafts verified": ended.drafted_tokens,
+            "drafts accepted": ended.accepted_tokens,
             **dict(sorted(counts.ends.items())),
             "drains": counts.drains,
             "of the load, computed again": counts.repeated,
@@ -388,7 +373,7 @@ def main() -> int:
     except Exception:
         # Whatever it is, it has ended the engine.
         say(traceback.format_exc())
-        say(f"FAILED at step {load.counts.steps}")
+        say(f"FAILED at step {engine.totals.steps}")
         is_well = False
     out.print(load.summary())
     say("well" if is_well else "NOT WELL" + "".join(f"\n  {one}" for one in load.complaints))

@@ -56,7 +56,7 @@ def test_nothing_is_left_of_it(load: RandomLoad) -> None:
     assert not load.complaints
     counts = load.counts
     assert {"aborted: running", "aborted: waiting", "done: max_tokens"} <= counts.ends.keys()
-    assert counts.accepted > 0
+    assert counts.ended.accepted_tokens > 0
 
 
 def test_it_runs_for_so_long_and_twice_at_least(load: RandomLoad) -> None:

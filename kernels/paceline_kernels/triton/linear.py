@@ -142,13 +142,14 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
 def linear_silu_mul(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
     """See `reference.linear_silu_mul`. Where one kernel multiplies, it gates, too."""
     config = CHOICE.of(len(x), weight) if x.dtype == torch.bfloat16 else None
-    if config is not None and _gates(len(x), weight, config):
+    if config is not None and _gates(weight, config, cut_of(len(x), weight, config)[1]):
         return product(x, weight, bias, config, gated=True)
     return silu_mul(linear(x, weight, bias))
 
 
-def _gates(rows: int, weight: Tensor | Int8Weight, config: Config) -> bool:
-    return config.block_n % 2 == 0 and cut_of(rows, weight, config)[1] == 1
+def _gates(weight: Tensor | Int8Weight, config: Config, splits: int) -> bool:
+    """Every program has whole sums of a gate and what it gates."""
+    return weight.shape[0] % 2 == 0 and config.block_n % 2 == 0 and splits == 1
 
 
 def bucket(rows: int) -> int:
@@ -195,7 +196,7 @@ def product(
         return out
     row_blocks, output_blocks = triton.cdiv(rows, config.block_m), triton.cdiv(outputs, config.block_n)
     steps_each, splits = cut_of(rows, weight, config)
-    if gated and (splits > 1 or outputs % 2 or config.block_n % 2):
+    if gated and not _gates(weight, config, splits):
         raise ValueError(
             f"gates: {outputs} outputs in blocks of {config.block_n}, {splits} splits: expected pairs, and 1"
         )
