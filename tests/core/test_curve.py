@@ -34,3 +34,24 @@ def test_a_span_is_the_curve_at_each_count(heights: list[float], first: int, cou
 def test_without_buckets_it_is_zero() -> None:
     assert Curve([], []).span(0, 3) == [0.0] * 4
     assert Curve([], [], at_zero=0.0).at(7) == 0.0
+
+
+@given(HEIGHTS, st.data())
+def test_what_is_corrected_is_as_if_it_had_been_made_so(heights: list[float], data: st.DataObject) -> None:
+    """Stretched, and some of its rises changed, in any order."""
+    buckets = [3 * index + 1 for index in range(len(heights))]
+    curve, rises, lowest = Curve(buckets, heights), list(np.diff(heights)), heights[0]
+    for _ in range(data.draw(st.integers(0, 4))):
+        if data.draw(st.booleans()) or not rises:
+            factor = data.draw(st.floats(0.5, 2.0))
+            curve.stretch(factor)
+            rises, lowest = [factor * rise for rise in rises], factor * lowest
+        else:
+            first = data.draw(st.integers(0, len(rises) - 1))
+            changed = data.draw(st.lists(st.floats(0, 100), min_size=1, max_size=len(rises) - first))
+            curve.change_rises(first, changed)
+            rises[first : first + len(changed)] = changed
+    again = Curve(buckets, lowest + np.cumsum([0.0, *rises]))
+    np.testing.assert_allclose(curve.heights(), again.heights(), atol=1e-9)
+    np.testing.assert_allclose(curve.span(0, 30), again.span(0, 30), atol=1e-9)
+    np.testing.assert_allclose([curve.rise(index) for index in range(len(rises))], rises, atol=1e-9)

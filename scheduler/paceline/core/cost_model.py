@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -142,18 +143,20 @@ class CostModel:
         for name, value in (*slopes, ("reading", reading_seconds)):
             _check_seconds(name, value)
         self._rows = list(rows)
-        # Of the first bucket, and by how much each one exceeds the one before: more rows never cost less.
+        # Of the first bucket, and what rows beyond it cost: more rows never cost less.
         heights = [float(height) for height in itertools.accumulate(seconds, max)]
         self._first_bucket = heights[0]
-        self._rises = [after - before for before, after in itertools.pairwise(heights)]
-        self._doubts = [FIRST_DOUBT**2 for _ in self._rises]  # variances of their relative errors
+        self._more = Curve(rows, [height - self._first_bucket for height in heights])
+        # Variances of the relative errors of its rises, as of so many observed steps.
+        self._doubts = [FIRST_DOUBT**2] * (len(heights) - 1)
+        self._doubts_at = [0] * (len(heights) - 1)
         self._last_target: tuple[StepShape, float] | None = None  # the last step that taught, and its seconds
-        self._last_lesson = 0  # observed steps before rises were corrected last
         self._per_context = float(per_context)
         self._per_sequence = float(per_sequence)
         self._sequences = list(sequences)
-        self._pass_seconds = [float(height) for height in itertools.accumulate(pass_seconds, max)]
-        self._first_seconds = [float(height) for height in itertools.accumulate(first_seconds, max)]
+        # No sequences cost nothing, which is no bucket to interpolate from: one sequence costs a whole pass.
+        self._pass = Curve(sequences, list(itertools.accumulate(pass_seconds, max)), at_zero=0.0)
+        self._first_pass = Curve(sequences, list(itertools.accumulate(first_seconds, max)), at_zero=0.0)
         self._per_draft_row = float(per_draft_row)
         self.first_rows = first_rows
         self.reading_seconds = float(reading_seconds)
@@ -161,8 +164,6 @@ class CostModel:
         self._target_outliers = _Outliers()
         self._draft_outliers = _Outliers()
         self._num_observed = 0
-        self._build_target()
-        self._build_draft()
 
     @classmethod
     def from_functions(
@@ -260,7 +261,6 @@ class CostModel:
         if before is not None and before[0].rows != shape.rows:
             fewer, more = sorted([self._error_of(*before), now], key=lambda it: it.rows)
             self._correct_rises(fewer, more)
-            self._build_target()
             now = self._error_of(shape, observed)
         predicted, error = now.predicted, now.error
         of_first, of_rise = self._first_bucket / predicted, self._more.at(shape.rows) / predicted
@@ -270,11 +270,9 @@ class CostModel:
         level_error = min(max(error, -LARGEST_LEVEL_ERROR), LARGEST_LEVEL_ERROR)
         self._first_bucket *= 1.0 + LEVEL_GAIN * level_error * of_first / squares
         step = GAIN * error / squares
-        rise_factor = 1.0 + step * of_rise
-        self._rises = [rise * rise_factor for rise in self._rises]
+        self._more.stretch(1.0 + step * of_rise)
         self._per_context *= 1.0 + step * of_context
         self._per_sequence *= 1.0 + step * of_sequences
-        self._build_target()
 
     def _error_of(self, shape: StepShape, observed: float) -> _TargetError:
         """At the prices as they are now."""
@@ -292,54 +290,49 @@ class CostModel:
         less say little, and rows that have cost nothing hardly answer for a stair behind them. Alone, they learn
         theirs.
         """
-        passed = self._num_observed - self._last_lesson
-        self._last_lesson = self._num_observed
-        self._doubts = [min(doubt + passed * DRIFT**2, FIRST_DOUBT**2) for doubt in self._doubts]
         error = (more.seconds - fewer.seconds) / more.predicted
         error = min(max(error, -LARGEST_RISE_ERROR), LARGEST_RISE_ERROR)
         flat = 1.0 / max(more.rows, FLAT_ROWS)
-        # Index of a rise, how much of it is between, and what of the step is in doubt by that, a variance.
-        learning: list[tuple[int, float, float]] = []
+        rows, count = self._rows, len(self._doubts)
+        first = index = max(min(bisect_right(rows, fewer.rows), count) - 1, 0)
+        # Of each rise between: its part that is, what is in doubt of it, and what of the step is so by that: variances.
+        between: list[tuple[float, float, float]] = []
         in_doubt = 0.0
-        for index, rise in enumerate(self._rises):
-            start, end = self._rows[index], self._rows[index + 1]
-            last = more.rows if index + 1 == len(self._rises) else end  # the last rise goes on behind its bucket
-            between = min(last, more.rows) - max(start, fewer.rows)
-            if between > 0:
-                part = between / (end - start)
-                variance = (part * (rise / more.predicted + flat)) ** 2 * self._doubts[index]
-                learning.append((index, part, variance))
-                in_doubt += variance
+        while index < count and rows[index] < more.rows:
+            end = more.rows if index == count - 1 else min(rows[index + 1], more.rows)  # the last goes on for good
+            part = (end - max(rows[index], fewer.rows)) / (rows[index + 1] - rows[index])
+            doubt = self._doubt(index)
+            variance = (part * (self._more.rise(index) / more.predicted + flat)) ** 2 * doubt
+            between.append((part, doubt, variance))
+            in_doubt += variance
+            index += 1
         # What neither doubt nor usual noise explains was a disturbance (Roth, Ozkan and Gustafsson, 2013).
         unexplained = error**2 / (in_doubt + STEP_NOISE**2)
         noise = STEP_NOISE**2 * (1.0 + unexplained / NOISE_TAIL)
         trust = min(in_doubt / (in_doubt + noise), MOST_TRUST)
         if not trust:
             return
-        for index, part, variance in learning:
-            self._doubts[index] *= 1.0 - trust * variance / in_doubt
-            rise = self._rises[index] + trust * error * more.predicted * variance / in_doubt / part
-            self._rises[index] = max(rise, 0.0)
+        rises = []
+        for index, (part, doubt, variance) in enumerate(between, first):
+            share = variance / in_doubt
+            self._doubts[index], self._doubts_at[index] = doubt * (1.0 - trust * share), self._num_observed
+            rises.append(max(self._more.rise(index) + trust * error * more.predicted * share / part, 0.0))
+        self._more.change_rises(first, rises)
+
+    def _doubt(self, index: int) -> float:
+        """About a rise, a variance, by now."""
+        passed = self._num_observed - self._doubts_at[index]
+        return min(self._doubts[index] + passed * DRIFT**2, FIRST_DOUBT**2)
 
     def _correct_draft(self, shape: StepShape, observed: float) -> None:
         error = self._draft_outliers.error(observed, self.drafting(shape))
         if error is None:
             return
         factor = 1.0 + GAIN * error
-        self._pass_seconds = [seconds * factor for seconds in self._pass_seconds]
-        self._first_seconds = [seconds * factor for seconds in self._first_seconds]
+        self._pass.stretch(factor)
+        self._first_pass.stretch(factor)
         self._per_draft_row *= factor
         self.reading_seconds *= factor
-        self._build_draft()
-
-    def _build_target(self) -> None:
-        """Renew the curve of what rows beyond those of the first bucket cost."""
-        self._more = Curve(self._rows, list(itertools.accumulate(self._rises, initial=0.0)))
-
-    def _build_draft(self) -> None:
-        # No sequences cost nothing, which is no bucket to interpolate from: one sequence costs a whole pass.
-        self._pass = Curve(self._sequences, self._pass_seconds, at_zero=0.0)
-        self._first_pass = Curve(self._sequences, self._first_seconds, at_zero=0.0)
 
     # -- storage ------------------------------------------------------------------------------------------------------
 
@@ -347,13 +340,13 @@ class CostModel:
         """Plain JSON types; corrections are in the tables, errors are left out."""
         return {
             "rows": list(self._rows),
-            "seconds": list(itertools.accumulate(self._rises, initial=self._first_bucket)),
+            "seconds": [self._first_bucket + more for more in self._more.heights()],
             "per_context": self._per_context,
             "sequences": list(self._sequences),
-            "pass_seconds": list(self._pass_seconds),
+            "pass_seconds": self._pass.heights(),
             "per_draft_row": self._per_draft_row,
             "per_sequence": self._per_sequence,
-            "first_seconds": list(self._first_seconds),
+            "first_seconds": self._first_pass.heights(),
             "first_rows": self.first_rows,
             "reading_seconds": self.reading_seconds,
         }

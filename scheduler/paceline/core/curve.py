@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 
 class Curve:
-    """Linear between its buckets, and beyond the last as between the last two; before the first it is as there. A few
-    numbers, so that whoever corrects them makes a new one at every step. Immutable.
+    """Linear between its buckets, and beyond the last as between the last two; before the first it is as there.
+
+    It is corrected at every step and asked at a few counts in each, so that a correction touches only what it changes.
+    Mutated by `stretch` and `change_rises`, which whoever owns it calls.
 
     Args:
         buckets: ascending and positive; without any, the function is 0.
@@ -16,17 +18,16 @@ class Curve:
         at_zero: what it is at 0, if that is no bucket to go on from.
     """
 
-    __slots__ = ("_at_zero", "_buckets", "_heights", "_last", "_slopes")
+    __slots__ = ("_at_zero", "_buckets", "_heights", "_last", "_rises", "_scale")
 
     def __init__(self, buckets: Sequence[int], heights: Sequence[float], at_zero: float | None = None) -> None:
         self._buckets: list[int] = list(buckets)
-        self._heights: list[float] = list(heights)
-        self._slopes: list[float] = []  # behind each bucket
+        self._heights: list[float] = [float(height) for height in heights]  # times the scale
+        self._rises: list[float] = []  # by how much each bucket exceeds the one before; times the scale
         for index in range(1, len(self._heights)):
-            rise, run = heights[index] - heights[index - 1], buckets[index] - buckets[index - 1]
-            self._slopes.append(rise / run)
-        self._slopes.append(self._slopes[-1] if self._slopes else 0.0)
+            self._rises.append(self._heights[index] - self._heights[index - 1])
         self._last = len(self._heights) - 1
+        self._scale = 1.0
         self._at_zero = at_zero
 
     def at(self, count: int) -> float:
@@ -46,8 +47,31 @@ class Curve:
             values[0] = self._at_zero
         return values
 
+    def heights(self) -> list[float]:
+        """At each bucket."""
+        return [self._scale * height for height in self._heights]
+
+    def rise(self, index: int) -> float:
+        """By how much bucket `index + 1` exceeds the one before."""
+        return self._scale * self._rises[index]
+
+    def stretch(self, factor: float) -> None:
+        """Multiply all of it, but for what it is at 0."""
+        self._scale *= factor
+
+    def change_rises(self, first: int, rises: list[float]) -> None:
+        """Let the rises from that index on be these, none of them negative; buckets behind move along."""
+        for index, rise in enumerate(rises, first):
+            self._rises[index] = rise / self._scale
+        height = self._heights[first]
+        for index in range(first, self._last):
+            height += self._rises[index]
+            self._heights[index + 1] = height
+
     def _between(self, bucket: int, count: int) -> float:
         """Behind the bucket of that index, or before the first one."""
-        if bucket < 0:
-            return self._heights[0] if self._heights else 0.0
-        return self._heights[bucket] + self._slopes[bucket] * (count - self._buckets[bucket])
+        if bucket < 0 or self._last < 1:
+            return self._scale * self._heights[0] if self._heights else 0.0
+        start = bucket if bucket < self._last else self._last - 1
+        slope = self._rises[start] / (self._buckets[start + 1] - self._buckets[start])
+        return self._scale * (self._heights[bucket] + slope * (count - self._buckets[bucket]))
