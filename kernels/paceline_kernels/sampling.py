@@ -17,7 +17,7 @@ from paceline_kernels.cpu import sampling as cpu
 
 def _fast(*tensors: Tensor) -> bool:
     """Whether the C++ takes these."""
-    fits = all(x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
+    fits = all([x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() for x in tensors])
     return fits and cpu.available()
 
 

@@ -248,18 +248,20 @@ class Choice(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """How each sequence's drafts are chosen; [num_seqs] unless said otherwise, in the sense of `sampling`."""
+    """How each sequence's drafts are chosen; [num_seqs] unless said otherwise, in the sense of `sampling`. Only `kinds`
+    is read of those whose choice is MOST_PROBABLE.
+    """
 
     kinds: Tensor  # int32, of Choice
-    temperatures: Tensor  # float32
-    top_k: Tensor  # int64
-    top_p: Tensor  # float32
-    min_p: Tensor  # float32
-    typical_p: Tensor  # float32
-    keys: Tensor  # [num_seqs, 4] int64: of the first draft; the position grows by one with each
-    uniforms: Tensor  # [num_seqs, largest depth] float64: what draws go by
-    first_rows: Tensor  # int64: where a sequence's rows of probs begin
-    probs: Tensor  # [rows, vocab] float32: what its drafts are drawn from
+    temperatures: Tensor | None = None  # float32
+    top_k: Tensor | None = None  # int64
+    top_p: Tensor | None = None  # float32
+    min_p: Tensor | None = None  # float32
+    typical_p: Tensor | None = None  # float32
+    keys: Tensor | None = None  # [num_seqs, 4] int64: of the first draft; the position grows by one with each
+    uniforms: Tensor | None = None  # [num_seqs, largest depth] float64: what draws go by
+    first_rows: Tensor | None = None  # int64: where a sequence's rows of probs begin
+    probs: Tensor | None = None  # [rows, vocab] float32: what its drafts are drawn from
 
     @property
     def struct(self) -> _Choices:
@@ -363,7 +365,7 @@ class Decoder:
             [num_seqs, largest depth] int64; what stands behind a sequence's depth is undefined.
         """
         largest = int(depths.max())
-        assert choices.uniforms.shape == (len(depths), largest)
+        assert choices.uniforms is None or choices.uniforms.shape == (len(depths), largest)
         out = torch.empty(len(depths), largest, dtype=torch.int64)
         self._library.paceline_draft(
             self._bf16,

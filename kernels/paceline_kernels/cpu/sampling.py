@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +14,34 @@ from paceline_kernels.cpu.build import BuildError, load
 
 logger = logging.getLogger(__name__)
 
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "argmax": [_INT, _INT, _POINTER, _POINTER],
+    "mask": [_INT, _INT, _POINTER, _INT, _POINTER, _POINTER],
+    "truncate": [_INT, _INT, *[_POINTER] * 6, _INT],
+    "softmax": [_INT, _INT, _POINTER, _POINTER],
+    "gumbel_argmax": [_INT, _INT, *[_POINTER] * 4],
+    "residual_mass": [_INT, _INT, *[_POINTER] * 6],
+    "overlap": [_INT, _INT, *[_POINTER] * 5],
+    "residual": [_INT, _INT, *[_POINTER] * 6],
+    "draw": [_INT, _INT, *[_POINTER] * 3],
+}
+
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """None, which is said once, where there is none."""
     try:
-        return load("sampling")
+        library = load("sampling")
     except BuildError as error:
         logger.warning("no native sampling, torch samples, which is slower: %s", error)
         return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, f"paceline_{name}")
+        function.argtypes = arguments
+        function.restype = None
+    return library
 
 
 def available() -> bool:
@@ -35,12 +55,14 @@ def _call(name: str, rows: int, vocab: int, logits: Tensor, *arguments: Tensor |
     assert library is not None, "ask available() first"
     assert vocab > 0, "a distribution over nothing"
     assert logits.dtype == torch.float32, f"{logits.dtype}, where C++ reads float32"
-    assert all(x.is_contiguous() for x in (logits, *arguments) if isinstance(x, Tensor)), "C++ sees no strides"
-    values = [
-        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x)
-        for x in (rows, vocab, logits, *arguments)
-    ]
-    getattr(library, f"paceline_{name}")(*values)
+    values = []
+    for x in (logits, *arguments):
+        if isinstance(x, Tensor):
+            assert x.is_contiguous(), "C++ sees no strides"
+            values.append(x.data_ptr())
+        else:
+            values.append(x)
+    getattr(library, f"paceline_{name}")(rows, vocab, *values)
 
 
 def _per_row(values: Tensor, logits: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -74,7 +74,7 @@ class Completions:
             if isinstance(completion, Completion) and request.status is not FINISHED:
                 sequence = self._cut(completion, sequence, shown)
             sequences.append(sequence)
-        return replace(result, sequences=tuple(sequences)), shown
+        return StepResult(result.step_id, tuple(sequences), result.times), shown
 
     def _cut(self, completion: Completion, sequence: SequenceResult, shown: list[Completion]) -> SequenceResult:
         known = completion.prompt_logprobs

@@ -12,7 +12,8 @@ from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, though nobody changes one: there is one for every request in every step.
+@dataclass(slots=True)
 class Draft:
     """Tokens proposed for one sequence.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from paceline_kernels import PagedBatch
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, though nobody changes one: there is one for every request in every step.
+@dataclass(slots=True)
 class Run:
     """Consecutive tokens of one sequence: the first stands at position `start`; its KV goes to `block_ids`."""
 
@@ -34,27 +35,37 @@ def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: i
     Returns:
         token_ids [num_tokens] int64, and where each row belongs.
     """
-    query_starts = list(itertools.accumulate((len(run.token_ids) for run in runs), initial=0))
-    context_lens = [run.start + len(run.token_ids) for run in runs]
+    counts = [len(run.token_ids) for run in runs]
+    context_lens = [run.start + count for run, count in zip(runs, counts, strict=True)]
     width = -(-(max(context_lens) + ahead) // block_size)
     tables = np.zeros((len(runs), width), dtype=np.int32)
     for row, run in enumerate(runs):
         blocks = run.block_ids[:width]
         tables[row, : len(blocks)] = blocks
-    token_ids = np.array(list(itertools.chain.from_iterable(run.token_ids for run in runs)), dtype=np.int64)
+    token_ids = [token for run in runs for token in run.token_ids]
     batch = PagedBatch(
-        query_starts=torch.from_numpy(np.array(query_starts, dtype=np.int32)).to(device),
-        context_lens=torch.from_numpy(np.array(context_lens, dtype=np.int32)).to(device),
-        block_tables=torch.from_numpy(tables).to(device),
+        query_starts=torch.from_numpy(np.array([0, *itertools.accumulate(counts)], dtype=np.int32)),
+        context_lens=torch.from_numpy(np.array(context_lens, dtype=np.int32)),
+        block_tables=torch.from_numpy(tables),
         block_size=block_size,
-        # Always there on a GPU, so that kernels are compiled for one case alone.
-        table_rows=None if device.type == "cpu" else torch.arange(len(runs), dtype=torch.int32, device=device),
-        max_rows=max(len(run.token_ids) for run in runs),
+        max_rows=max(counts),
     )
-    if device.type != "cpu":
-        # Worked out over there it would have to be waited for.
-        batch.derived["rows"] = tuple(torch.from_numpy(x).to(device) for x in _rows(runs, block_size))
-    return torch.from_numpy(token_ids).to(device), batch
+    rows = torch.from_numpy(np.array(token_ids, dtype=np.int64))
+    return (rows, batch) if device.type == "cpu" else (rows.to(device), _moved(batch, runs, device))
+
+
+def _moved(batch: PagedBatch, runs: Sequence[Run], device: torch.device) -> PagedBatch:
+    """The same on a GPU."""
+    return replace(
+        batch,
+        query_starts=batch.query_starts.to(device),
+        context_lens=batch.context_lens.to(device),
+        block_tables=batch.block_tables.to(device),
+        # Always there, so that kernels are compiled for one case alone.
+        table_rows=torch.arange(len(runs), dtype=torch.int32, device=device),
+        # Worked out over there they would have to be waited for.
+        derived={"rows": tuple(torch.from_numpy(x).to(device) for x in _rows(runs, batch.block_size))},
+    )
 
 
 def logit_rows(parts: Iterable[tuple[int, int, bool]]) -> list[int]:

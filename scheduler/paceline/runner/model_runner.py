@@ -40,12 +40,18 @@ PROMPT_LOGPROB_ROWS = 64  # prompt positions whose logits are held at a time
 DEAD_END = "no token is allowed here by the grammar and the other constraints together"
 OUT_OF_MEMORY = "out of memory: the server could not compute this request's part of a step, not even alone"
 
+NO_DRAFT = Draft([])
+NO_MASKS: Future[dict[int, Mask]] = Future()
+NO_MASKS.set_result({})
+
 Planned = list[tuple[Sequence, SequenceWork]]
 Entry = tuple[Sequence, SequenceWork, Draft]
 Batch = list[Entry]
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, as nothing is of which there is one for every request in every step: making it would take three times as
+# long.
+@dataclass(slots=True)
 class _Judged:
     """What a work comes to, before anything is booked: until then the step may be taken back.
 
@@ -143,7 +149,7 @@ class ModelRunner:
         for method, drafter in self.drafters.items():
             mine = []
             for sequence, work in planned:
-                if work.method is not method or not (work.num_drafts or work.draft_catch_up):
+                if not (work.num_drafts or work.draft_catch_up) or work.method is not method:
                     continue
                 forced = sequence.matcher.forced(work.num_drafts) if sequence.matcher and work.num_drafts else []
                 if forced:
@@ -155,7 +161,7 @@ class ModelRunner:
                 proposals = self._propose(drafter, mine)
                 for (_, work), draft in zip(mine, proposals, strict=True):
                     drafts.setdefault(work.request_id, draft)
-        return [(sequence, work, drafts.get(work.request_id) or Draft([])) for sequence, work in planned]
+        return [(sequence, work, drafts.get(work.request_id, NO_DRAFT)) for sequence, work in planned]
 
     def _propose(self, drafter: Drafter, mine: Planned) -> list[Draft]:
         """Without memory for drafts, the step goes on without them."""
@@ -167,7 +173,7 @@ class ModelRunner:
         give_back(self.model.device)
         for (sequence, _), computed in zip(mine, before, strict=True):
             sequence.num_draft_computed = computed
-        return [Draft([])] * len(mine)
+        return [NO_DRAFT] * len(mine)
 
     def _is_behind(self, sequence: Sequence, work: SequenceWork) -> bool:
         """A plan that was made before a draft was dropped leaves its draft model too little to read."""
@@ -209,12 +215,10 @@ class ModelRunner:
         verdicts = self.verifier.verify(logits, runs)
         sampled = iter([_judged(*found) for found in zip(runs, verdicts, dead_ends, raw, strict=True)])
         judged = [next(sampled) if work.samples else _Judged() for _, work, _ in batch]
-        return [
-            replace(found, prompt_logprobs=prompt_logprobs[work.request_id])
-            if work.request_id in prompt_logprobs
-            else found
-            for found, (_, work, _) in zip(judged, batch, strict=True)
-        ], seconds
+        if prompt_logprobs:
+            for found, (_, work, _) in zip(judged, batch, strict=True):
+                found.prompt_logprobs = prompt_logprobs.get(work.request_id)
+        return judged, seconds
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -238,6 +242,8 @@ class ModelRunner:
     def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Logprobs of the prompt tokens behind each row of a chunk, for who wants them, by request id."""
         found: dict[int, tuple[TokenLogprobs, ...]] = {}
+        if not any([sequence.params.logprobs.prompt is not None for sequence, _, _ in batch]):
+            return found
         for (sequence, work, _), first in zip(batch, _first_rows(batch), strict=True):
             count = sequence.params.logprobs.prompt
             start = sequence.num_computed + 1
@@ -263,11 +269,7 @@ class ModelRunner:
             for sequence, work, draft in batch
             if work.samples and sequence.matcher is not None
         ]
-        if not jobs:
-            nothing: Future[dict[int, Mask]] = Future()
-            nothing.set_result({})
-            return nothing
-        return self._mask_worker.submit(_masks, jobs)
+        return self._mask_worker.submit(_masks, jobs) if jobs else NO_MASKS
 
     def _runs(self, batch: Batch, masks: dict[int, Mask]) -> list[Run]:
         """What there is to verify, in the order of the batch."""
@@ -317,6 +319,8 @@ def _raw(logits: Tensor, runs: list[Run]) -> list[Tensor | None]:
 
 def _dead_ends(dead: list[int], runs: list[Run]) -> list[int | None]:
     """For each run the first of its rows that is among the dead ones, which are ascending."""
+    if not dead:
+        return [None] * len(runs)
     firsts = list(itertools.accumulate((run.depth + 1 for run in runs), initial=0))
     return [
         next((row - first for row in dead if first <= row < end), None) for first, end in itertools.pairwise(firsts)

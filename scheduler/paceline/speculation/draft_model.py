@@ -171,6 +171,8 @@ class _Proposal:
         """How the drafts of some sequences are chosen, for who makes all of them at once."""
         rules = [self._batch[i][0].params.verification for i in indexes]
         kinds = [CHOICES.get(rule, Choice.DRAWN) for rule in rules]
+        if all([kind is Choice.MOST_PROBABLE for kind in kinds]):
+            return Choices(torch.tensor(kinds, dtype=torch.int32))
         positions = [self.next_position(i) for i in indexes]
         keys = torch.zeros(len(indexes), 4, dtype=torch.int64)
         if seeded := [row for row, kind in enumerate(kinds) if kind is Choice.BY_KEY]:

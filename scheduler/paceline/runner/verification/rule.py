@@ -12,7 +12,8 @@ from paceline.runner.drafter import Draft
 from paceline.runner.positions import Positions
 
 
-@dataclass(frozen=True, slots=True)
+# Of these two there is one for every request in every step. Nobody changes them, but to freeze them takes time.
+@dataclass(slots=True)
 class Run:
     """One sequence's part of a verification: its draft, and the position of every draft and of the bonus token."""
 
@@ -24,7 +25,7 @@ class Run:
         return len(self.draft.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """What one sequence emits.
 
