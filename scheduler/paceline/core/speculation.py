@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -289,18 +289,13 @@ def _shape(
     works: tuple[SequenceWork, ...], results: tuple[SequenceResult, ...], context: int, first_rows: int
 ) -> StepShape:
     """The step as it was executed: an n-gram may have proposed less than was planned, and a grammar all there was."""
-    drafting = [
-        work.num_drafts
-        for work, result in zip(works, results)
-        if work.num_drafts and work.method is DRAFT_MODEL and not result.is_forced
-    ]
-    by_depth = Counter(drafting)
-    passes = [
-        sum([count for depth, count in by_depth.items() if depth > number])
-        for number in range(max(drafting, default=0))
-    ]
+    passes: list[int] = []  # sequences in each
     read = tokens = samples = slots = 0
     for work, result in zip(works, results):
+        if work.num_drafts and work.method is DRAFT_MODEL and not result.is_forced:
+            passes.extend([0] * (work.num_drafts - len(passes)))
+            for number in range(work.num_drafts):
+                passes[number] += 1
         if work.draft_catch_up:
             read += rows_read(work, result, first_rows)
         tokens += work.num_tokens
