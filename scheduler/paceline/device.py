@@ -84,7 +84,7 @@ def triton_obstacle(gpu: Gpu | None) -> str | None:
     return None
 
 
-def check_head_dim(field: str, model: str, head_dim: int) -> None:
+def check_head_dim(field: str, model: object, head_dim: int) -> None:
     """Raises InvalidArgument where the attention kernels have no tile for the heads of the model that `field` names."""
     if head_dim % HEAD_MULTIPLE or head_dim > LARGEST_HEAD:
         sizes = f"a multiple of {HEAD_MULTIPLE} up to {LARGEST_HEAD}"

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from enum import StrEnum, auto
 from pathlib import PurePath
+from typing import Any
 
 
 class Reason(StrEnum):
@@ -67,6 +68,17 @@ class PacelineError(Exception):
     """
 
     reason: str = Reason.INTERNAL
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is: to call a constructor again that takes fields and makes a message of them is not to come back."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[PacelineError], args: tuple[object, ...], attributes: dict[str, object]) -> PacelineError:
+    """An error that was pickled, as those are that come from another process."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class InvalidArgument(PacelineError):

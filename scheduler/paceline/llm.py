@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from itertools import accumulate
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast
 
 from paceline.core.grammar import GrammarKind, GrammarSpec
@@ -39,6 +40,13 @@ from paceline.options import check_names
 Name = TypeVar("Name", bound=StrEnum)
 
 PROMPTS: Final = "text, token ids or chat messages"
+# Who drafts; the engine chooses where None does.
+_MODES: Final[Mapping[str, Method | None]] = {
+    "auto": None,
+    "off": Method.NONE,
+    "ngram": Method.NGRAM,
+    "draft_model": Method.DRAFT_MODEL,
+}
 # Options of one value each, by its type, and the type in words.
 _TYPES: Final[tuple[tuple[type, str, tuple[str, ...]], ...]] = (
     (
@@ -71,8 +79,8 @@ class GenerateOptions(TypedDict, total=False):
     Stopping: `max_tokens` (None: up to the model's length), `min_tokens`, `stop` (one string or several),
     `stop_token_ids`, `ignore_eos`, `include_stop_string`.
     Structure, one of: `json_schema` (text, or a mapping that JSON can hold), `regex`, `grammar` (Lark), `choices`.
-    Speculation: `method` ("none", "ngram" or "draft_model"; None for the engine's own), `max_draft_tokens`,
-    `min_draft_tokens`, `verification` ("token_wise" or "block").
+    Speculation: `speculation` ("auto", "off", "ngram" or "draft_model"), `max_draft_tokens`, `min_draft_tokens`,
+    `verification` ("token_wise" or "block").
     Output: `logprobs`, `prompt_logprobs` (how many alternatives), `logprobs_mode`, `include_special_tokens`.
     """
 
@@ -99,7 +107,7 @@ class GenerateOptions(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     choices: Sequence[str] | None
-    method: str | None
+    speculation: Literal["auto", "off", "ngram", "draft_model"] | None
     max_draft_tokens: int | None
     min_draft_tokens: int | None
     verification: str | None
@@ -140,12 +148,17 @@ class LLM:
         model: a directory in Hugging Face format, or "demo", the embedded model.
         draft: None or "none", "ngram", "demo", or the directory of a draft model.
         settings: more fields of `paceline.wiring.EngineSettings`: dtype, max_model_len, max_num_seqs and so on.
+
+    Raises:
+        PacelineError: a setting that is not allowed, or a model that cannot be served so.
+        TypeError: a setting that does not exist.
     """
 
-    def __init__(self, model: str = "demo", draft: str | None = None, **settings: Any) -> None:
+    def __init__(self, model: str | Path = "demo", draft: str | Path | None = None, **settings: Any) -> None:
         # Building an engine needs torch; generating with one that was built elsewhere does not.
         from paceline.wiring import EngineSettings, build_engine
 
+        check_names(settings, [item.name for item in fields(EngineSettings)])
         self.engine: Engine = build_engine(EngineSettings(model=model, draft=draft or "none", **settings))
 
     @classmethod
@@ -228,7 +241,7 @@ def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOpti
     check_names(options, GenerateOptions.__annotations__)
     given = {name: value for name, value in options.items() if value is not None}
     _check_types(given)
-    _check_prompt(prompt)
+    prompt = _as_prompt(prompt)
     get = given.get
     allowed_token_ids = _tuple("allowed_token_ids", given, Integral)
     if "allowed_token_ids" in given and not allowed_token_ids:
@@ -249,9 +262,11 @@ def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOpti
         min_tokens=cast(int, get("min_tokens", 0)),
         include_special_tokens=bool(get("include_special_tokens")),
     )
-    method, rule = get("method"), get("verification")
+    mode, rule = get("speculation", "auto"), get("verification")
+    if mode not in list(_MODES):
+        raise InvalidArgument("speculation", mode, f"one of {', '.join(_MODES)}")
     speculation = SpeculationParams(
-        method=None if method is None else _member("method", method, Method),
+        method=_MODES[mode],
         min_depth=cast(int, get("min_draft_tokens", 0)),
         max_depth=cast("int | None", get("max_draft_tokens")),
         verification=None if rule is None else _member("verification", rule, Verification),
@@ -305,12 +320,28 @@ def _check_types(given: Mapping[str, Any]) -> None:
                 raise InvalidArgument(name, given[name], allowed)
 
 
-def _check_prompt(prompt: object) -> None:
+def _as_prompt(prompt: object) -> Prompt:
+    """With ids and messages as the engine's own, which is compiled."""
     if isinstance(prompt, str):
-        return
+        return prompt
     items = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else [None]
-    if not all(isinstance(item, Integral | ChatMessage) for item in items):
+    if all(isinstance(item, Integral) for item in items):
+        return [int(item) for item in items]
+    if not all(_is_message(item) for item in items):
         raise InvalidArgument("prompt", prompt, PROMPTS)
+    return [_as_message(item) for item in items]
+
+
+def _is_message(item: object) -> bool:
+    """A turn of a chat: a mapping, or any object with these attributes, such as the client's own."""
+    return isinstance(item, Mapping) or (hasattr(item, "role") and hasattr(item, "content"))
+
+
+def _as_message(item: Any) -> ChatMessage:
+    given = item if isinstance(item, Mapping) else {"role": item.role, "content": item.content}
+    if given.keys() != {"role", "content"} or not all(isinstance(value, str) for value in given.values()):
+        raise InvalidArgument("prompt", item, "chat messages, each of a role and a content that are texts")
+    return ChatMessage(**given)
 
 
 def _tuple(name: str, given: Mapping[str, Any], kind: type) -> tuple[Any, ...]:
@@ -355,6 +386,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidArgument("prompt", prompts, PROMPTS)
-    if prompts and isinstance(prompts[0], int | ChatMessage):
+    if prompts and (isinstance(prompts[0], Integral) or _is_message(prompts[0])):
         return [cast(Prompt, prompts)]
     return list(cast("Sequence[Prompt]", prompts))

@@ -355,19 +355,19 @@ def _first_rows(backend: str) -> int:
     return FIRST_PASS_ROWS
 
 
-def _model_path(name: str) -> Path:
+def _model_path(name: str | Path) -> Path:
     return demo.TARGET if name == "demo" else Path(name)
 
 
-def _model_name(name: str, path: Path) -> str:
+def _model_name(name: str | Path, path: Path) -> str:
     if name == "demo":
-        return name
+        return "demo"
     path = path.resolve()
     home = path.parents[1].name if path.parent.name == "snapshots" else ""
     return home.removeprefix(HUB_PREFIX).replace("--", "/") if home.startswith(HUB_PREFIX) else path.name
 
 
-def _draft_path(name: str) -> Path | None:
+def _draft_path(name: str | Path) -> Path | None:
     if name in ("none", "ngram"):
         return None
     return demo.DRAFT if name == "demo" else Path(name)
@@ -379,7 +379,7 @@ def _speculation(settings: EngineSettings) -> tuple[Method, int | None, int]:
     """
     if settings.depth == OFF:
         return Method.NONE, 0, 0
-    if settings.depth != "auto" and not settings.depth.isdecimal():
+    if settings.depth != "auto" and not str(settings.depth).isdecimal():
         raise InvalidArgument("depth", settings.depth, "auto, off or an integer >= 0")
     depth = None if settings.depth == "auto" else int(settings.depth)
     max_depth = max(depth or 0, MAX_DEPTH) if settings.max_depth is None else settings.max_depth
@@ -388,7 +388,7 @@ def _speculation(settings: EngineSettings) -> tuple[Method, int | None, int]:
         raise InvalidArgument("depth", settings.depth, allowed)
     if max_depth == 0:
         return Method.NONE, 0, 0
-    method = {"none": Method.NONE, "ngram": Method.NGRAM}.get(settings.draft, Method.DRAFT_MODEL)
+    method = {"none": Method.NONE, "ngram": Method.NGRAM}.get(str(settings.draft), Method.DRAFT_MODEL)
     return method, depth, max_depth
 
 

@@ -52,6 +52,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         ({"quantization": "int4"}, "quantization", "none or int8"),
         ({"draft_quantization": "int4"}, "draft_quantization", "none or int8"),
         ({"kv_cache_memory": 1000}, "kv_cache_memory", "for one request of max_model_len = 512"),
+        ({"kv_cache_memory": "512MiB"}, "kv_cache_memory", "an integer or None"),
+        ({"max_num_seqs": "4"}, "max_num_seqs", "an integer"),
+        ({"max_num_seqs": True}, "max_num_seqs", "an integer"),
+        ({"gpu_memory_utilization": "0.5"}, "gpu_memory_utilization", "a number"),
+        ({"reproducible": "yes"}, "reproducible", "True or False"),
+        ({"dtype": None}, "dtype", "text"),
+        ({"depth": 4.0}, "depth", "text or an integer"),
+        ({"depth": -1}, "depth", "auto, off or an integer"),
     ],
 )
 def test_settings(pair: tuple[str, str], settings: dict[str, object], field: str, words: str) -> None:
@@ -92,6 +100,18 @@ def test_the_shortest_models_start(pair: tuple[str, str], length: int) -> None:
     assert len(completion.token_ids) == 1
 
 
+def test_settings_as_python_has_them() -> None:
+    with pytest.raises(TypeError, match=r"unknown option max_num_sequences \(did you mean max_num_seqs\?\)"):
+        LLM("demo", max_num_sequences=4)
+
+
+def test_a_depth_may_be_a_number_and_models_paths(pair: tuple[str, str]) -> None:
+    llm = LLM(Path(pair[0]), draft=Path(pair[1]), depth=3)
+    [completion] = llm.generate([(5,)], max_tokens=8, temperature=0.0, ignore_eos=True)
+    assert completion.stats.drafted_tokens > 0
+    assert llm.engine.model_name == Path(pair[0]).name
+
+
 def test_warming_up_teaches_nothing(pair: tuple[str, str]) -> None:
     engine = build_engine(EngineSettings(model=pair[0], draft=pair[1]))
     assert engine.scheduler.speculation.totals == SpeculationCounts()
@@ -101,7 +121,7 @@ def test_warming_up_teaches_nothing(pair: tuple[str, str]) -> None:
 def test_depth_off_refuses_speculation_by_name(pair: tuple[str, str]) -> None:
     llm = LLM(pair[0], draft=pair[1], depth="off")
     with pytest.raises(FailedPrecondition, match=r"speculation.mode = draft_model"):
-        llm.generate("x", method="draft_model")
+        llm.generate("x", speculation="draft_model")
     with pytest.raises(InvalidArgument, match=r"speculation.min_draft_tokens = 1: must be at most 0"):
         llm.generate("x", min_draft_tokens=1)
 
@@ -110,8 +130,8 @@ def test_a_lowest_depth_above_the_servers_is_refused(pair: tuple[str, str]) -> N
     llm = LLM(pair[0], draft=pair[1])
     with pytest.raises(InvalidArgument, match=r"speculation.min_draft_tokens = 9: must be at most 8"):
         llm.generate("x", min_draft_tokens=9)
-    with pytest.raises(InvalidArgument, match="method = 'psychic'"):
-        llm.generate("x", method="psychic")
+    with pytest.raises(InvalidArgument, match="speculation = 'psychic'"):
+        llm.generate("x", speculation="psychic")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

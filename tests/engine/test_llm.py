@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.toy import FailingRunner, decode, expected, make_engine, num_free
+from paceline import client
+from paceline.core.params import SamplingParams
 from paceline.core.plan import FinishReason
 from paceline.engine import ChatMessage
 from paceline.errors import EngineDead, FailedPrecondition, InvalidArgument
-from paceline.llm import LLM
+from paceline.llm import LLM, build_request
 
 
 def test_completions_come_in_the_order_of_prompts() -> None:
@@ -98,15 +101,43 @@ def test_one_bad_prompt_runs_none() -> None:
     with pytest.raises(InvalidArgument, match=r"prompt_tokens\.ids"):
         LLM.from_engine(engine).generate([[1], [5000]])
     with pytest.raises(FailedPrecondition):
-        LLM.from_engine(make_engine(method=engine.scheduler.config.method.NGRAM)).generate([1], method="draft_model")
+        LLM.from_engine(make_engine(method=engine.scheduler.config.method.NGRAM)).generate(
+            [1], speculation="draft_model"
+        )
     assert engine.totals.steps == 0
     assert not engine.has_work
+
+
+def test_ids_of_numpy_are_one_prompt_as_others_are() -> None:
+    llm = LLM.from_engine(make_engine())
+    ids = [np.int64(5), np.int64(6)]
+    [one] = llm.generate(ids, max_tokens=9)  # type: ignore[arg-type]
+    [same] = llm.generate([5, 6], max_tokens=9)
+    assert one.token_ids == same.token_ids
+
+
+@pytest.mark.parametrize(
+    "message", [ChatMessage("user", "hi"), client.ChatMessage("user", "hi"), {"role": "user", "content": "hi"}]
+)
+def test_a_message_is_one_as_the_client_takes_it(message: ChatMessage) -> None:
+    request = build_request([message], SamplingParams(), {})
+    assert request.prompt == [ChatMessage("user", "hi")]
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "user"}, {"role": "user", "content": 1}, {"role": "user", "content": "x", "name": "y"}, {}]
+)
+def test_a_message_without_what_makes_it_one_is_refused(message: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument, match=r"prompt = .*: must be chat messages, each of a role and a content"):
+        LLM.from_engine(make_engine()).generate([message])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
     ("options", "field"),
     [
         ({"temperature": "hot"}, "temperature"),
+        ({"speculation": "none"}, "speculation"),
+        ({"speculation": 3}, "speculation"),
         ({"top_k": 1.5}, "top_k"),
         ({"seed": 1.5}, "seed"),
         ({"n": 2.0}, "n"),
@@ -139,7 +170,7 @@ def test_a_value_of_another_type_is_named_and_runs_nothing(options: Any, field: 
     assert LLM.from_engine(engine).generate([1], max_tokens=5)[0].token_ids == expected([1], 5)[0]
 
 
-@pytest.mark.parametrize("prompt", [[1, 2.5], [{"role": "user", "content": "x"}], [1.5], [b"ab"], [None], None, 5, {}])
+@pytest.mark.parametrize("prompt", [[1, 2.5], [1, {"role": "user", "content": "x"}], [1.5], [b"ab"], [None], None, 5, {}])
 def test_what_is_no_prompt(prompt: Any) -> None:
     with pytest.raises(InvalidArgument) as caught:
         LLM.from_engine(make_engine()).generate(prompt)

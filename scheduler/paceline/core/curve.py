@@ -33,16 +33,19 @@ class Curve:
     def at(self, count: int) -> float:
         if count == 0 and self._at_zero is not None:
             return self._at_zero
-        return self._between(bisect_right(self._buckets, count) - 1, count)
+        height, slope, start = self._line(bisect_right(self._buckets, count) - 1)
+        return height + slope * (count - start)
 
     def span(self, first: int, count: int) -> list[float]:
         """At `first`, ... `first + count`, [count + 1]."""
         bucket, last, buckets = bisect_right(self._buckets, first) - 1, self._last, self._buckets
         values = []
+        height, slope, start = self._line(bucket)
         for number in range(first, first + count + 1):
-            while bucket < last and buckets[bucket + 1] <= number:
+            if bucket < last and buckets[bucket + 1] <= number:
                 bucket += 1
-            values.append(self._between(bucket, number))
+                height, slope, start = self._line(bucket)
+            values.append(height + slope * (number - start))
         if first == 0 and self._at_zero is not None:
             values[0] = self._at_zero
         return values
@@ -68,10 +71,10 @@ class Curve:
             height += self._rises[index]
             self._heights[index + 1] = height
 
-    def _between(self, bucket: int, count: int) -> float:
-        """Behind the bucket of that index, or before the first one."""
+    def _line(self, bucket: int) -> tuple[float, float, int]:
+        """Behind the bucket of that index, or before the first one: height, slope, and the count to go on from."""
         if bucket < 0 or self._last < 1:
-            return self._scale * self._heights[0] if self._heights else 0.0
-        start = bucket if bucket < self._last else self._last - 1
-        slope = self._rises[start] / (self._buckets[start + 1] - self._buckets[start])
-        return self._scale * (self._heights[bucket] + slope * (count - self._buckets[bucket]))
+            return (self._scale * self._heights[0] if self._heights else 0.0), 0.0, 0
+        rise = bucket if bucket < self._last else self._last - 1
+        slope = self._rises[rise] / (self._buckets[rise + 1] - self._buckets[rise])
+        return self._scale * self._heights[bucket], self._scale * slope, self._buckets[bucket]
