@@ -118,7 +118,7 @@ def test_a_limit_that_is_lifted_leaves_no_claim() -> None:
         shop.add_for("chat", max_tokens=20)
     for _ in range(200):
         shop.step()
-    shop.scheduler.tenants.set_policies({}, ONE_SHARE)
+    shop.scheduler.tenants.set_policies({}, ONE_SHARE, shop.now)
     for _ in range(4):
         before = shop.service("chat")
         for _ in range(20):
@@ -351,7 +351,7 @@ def test_what_was_let_in_runs_under_fewer_blocks() -> None:
     """Alone, since its tenant holds more now than it may; and nobody waits behind it for ever."""
     shop = Shop({"a": TenantPolicy(max_blocks=5)}, max_num_seqs=4)
     requests = [shop.add_for("a", 9, 6) for _ in range(2)]
-    shop.scheduler.tenants.set_policies({"a": TenantPolicy(max_blocks=2)}, ONE_SHARE)
+    shop.scheduler.tenants.set_policies({"a": TenantPolicy(max_blocks=2)}, ONE_SHARE, shop.now)
     requests.append(shop.add_for("a", 2, 2))
     while shop.scheduler.has_requests:
         shop.step()
@@ -364,7 +364,7 @@ def test_a_late_result_of_a_tenant_that_is_gone_is_dropped() -> None:
     request = shop.add_for("a")
     shop.plan()
     shop.abort(request)
-    shop.scheduler.tenants.set_policies({}, None)
+    shop.scheduler.tenants.set_policies({}, None, shop.now)
     shop.scheduler.tenants._forget_idle()
     shop.land()
     assert "a" not in shop.scheduler.tenants
@@ -380,6 +380,31 @@ def test_tokens_per_second_are_limited() -> None:
         shop.step()
         steps += 1
     assert steps == pytest.approx(12 * 12 - 10, rel=0.15)
+
+
+def test_nothing_is_owed_for_the_time_without_a_rate() -> None:
+    """A reload lifts the limit, another one restores it."""
+    limited = TenantPolicy(tokens_per_second=10.0)
+    tenants = Tenants({"a": limited})
+    account = tenants.get("a", 0.0)
+    account.charge(1.0, 20)
+    tenants.set_policies({}, ONE_SHARE, 1.0)
+    account.charge(1.0, 100_000)
+    assert account.seconds_until_tokens(2.0) == 0.0
+    tenants.set_policies({"a": limited}, ONE_SHARE, 2.0)
+    assert account.seconds_until_tokens(2.0) == 0.0
+    account.charge(1.0, 30)
+    assert account.seconds_until_tokens(2.0) == pytest.approx(2.0), "a full bucket, and no more"
+
+
+def test_time_before_a_reload_is_counted_at_the_old_rate() -> None:
+    tenants = Tenants({"a": TenantPolicy(tokens_per_second=1.0)})
+    account = tenants.get("a", 0.0)
+    account.charge(1.0, 101)
+    tenants.set_policies({"a": TenantPolicy(tokens_per_second=10.0)}, ONE_SHARE, 50.0)
+    assert account.seconds_until_tokens(50.0) == pytest.approx(5.0)
+    tenants.set_policies({"a": TenantPolicy(tokens_per_second=1.0)}, ONE_SHARE, 53.0)
+    assert account.seconds_until_tokens(53.0) == pytest.approx(20.0)
 
 
 def test_who_waits_for_tokens_holds_up_nobody() -> None:
@@ -461,7 +486,7 @@ def test_other_policies_take_effect_and_accounts_stay() -> None:
     shop.add_for("a")
     shop.drain()
     before = shop.service("a")
-    shop.scheduler.tenants.set_policies({"a": TenantPolicy(weight=4.0, max_queued=1)}, None)
+    shop.scheduler.tenants.set_policies({"a": TenantPolicy(weight=4.0, max_queued=1)}, None, shop.now)
     assert shop.service("a") == before > 0
     shop.add_for("a")
     with pytest.raises(ResourceExhausted):
