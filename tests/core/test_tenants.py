@@ -382,6 +382,37 @@ def test_tokens_per_second_are_limited() -> None:
     assert steps == pytest.approx(12 * 12 - 10, rel=0.15)
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_what_is_not_computed_of_a_prompt_is_not_paid_for(lag: int, gives_way: bool) -> None:
+    """It ends after three chunks, running or preempted. Until then it is paid for, lest others be let in beside it."""
+    policy = TenantPolicy(tokens_per_second=1e-3, burst_tokens=10.0)
+    shop = Shop({"a": policy}, lag, long_prefill_threshold=8, min_run_seconds=1.0)
+    prompt, later = shop.add_for("a", 100), shop.add_for("a", 100)
+    shop.step_until(lambda: len(shop.works(prompt)) == 3)
+    assert later.status is RequestStatus.WAITING
+    if gives_way:
+        shop.scheduler.tenants["a"].charge(100.0)
+        for _ in range(shop.config.max_num_seqs):
+            shop.add_for("b")
+        shop.step_until(lambda: prompt.status is RequestStatus.PREEMPTED)
+    shop.abort(prompt)
+    computed = sum(work.num_tokens for work in shop.works(prompt))
+    assert 24 <= computed < 40
+    assert shop.scheduler.tenants["a"].seconds_until_tokens(shop.now) == pytest.approx(1e3 * (computed - 10), abs=10)
+    shop.abort(later)
+    shop.drain()
+
+
+def test_what_is_given_back_fills_no_bucket_beyond_its_size() -> None:
+    account = Tenants({"a": TenantPolicy(tokens_per_second=10.0)}).get("a", 0.0)
+    account.spend(1000)
+    assert account.seconds_until_tokens(50.0) == pytest.approx(49.0)
+    account.give_back(1000)
+    account.spend(30)
+    assert account.seconds_until_tokens(50.0) == pytest.approx(2.0)
+
+
 def test_nothing_is_owed_for_the_time_without_a_rate() -> None:
     """A reload lifts the limit, another one restores it."""
     limited = TenantPolicy(tokens_per_second=10.0)

@@ -56,6 +56,8 @@ class Request:
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
         num_cached_tokens: prompt tokens whose KV was there when the request was first admitted.
+        num_unread: prompt tokens that its tenant paid for in advance and that no step has computed, as of the end of its
+            last stay in the batch.
         block_keys: of its leading full blocks, as far as somebody asked.
         num_known_blocks, num_drafted_blocks: leading blocks that the prefix cache was told of, and whose draft KV.
         depth: drafts verified in the last decode.
@@ -109,6 +111,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_draft_computed = 0
         self.num_cached_tokens = 0
+        self.num_unread = 0
         self.block_keys: list[bytes] = []
         self.num_known_blocks = 0
         self.num_drafted_blocks = 0

@@ -617,7 +617,9 @@ class Scheduler:
             for sibling in request.siblings.values():
                 sibling.has_begun = True
             request.num_cached_tokens = request.num_computed_tokens
-            self.tenants[request.tenant].spend(request.num_to_compute)
+            # Before it is read, lest many prompts be let in at once; see `_end`.
+            request.num_unread = request.num_to_compute
+            self.tenants[request.tenant].spend(request.num_unread)
         step.admitted.append(
             Admission(
                 request.request_id,
@@ -796,6 +798,7 @@ class Scheduler:
         """The one way out, for finished and aborted requests alike."""
         if request.status is RUNNING:
             self._stop(request)
+        self.tenants[request.tenant].give_back(request.num_unread)
         self.tenants.remove(request)
         self.kv.free(request.request_id)
         self.speculation.end(request)
@@ -809,6 +812,8 @@ class Scheduler:
         self._paced.pop(request.request_id, None)
         self.tenants.stopped(request)
         self._released.append(request.request_id)
+        read = request.num_computed_tokens + sum(work.num_tokens for work in request.pending)
+        request.num_unread = max(0, min(request.num_unread, len(request.prompt_token_ids) - read))
 
     def _refuse(self, request: Request, error: PacelineError) -> None:
         self.refused.append((request.request_id, error))

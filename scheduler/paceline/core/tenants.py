@@ -96,6 +96,10 @@ class Tenant:
         """Take tokens out of the bucket, which may end below 0."""
         self._bucket -= tokens
 
+    def give_back(self, tokens: int) -> None:
+        """Put tokens back that were spent in advance and not used."""
+        self._bucket = min(self.policy.burst, self._bucket + tokens)
+
     def seconds_until_tokens(self, now: float) -> float:
         """Until the bucket has a token; 0 if it has."""
         rate = self.policy.tokens_per_second
