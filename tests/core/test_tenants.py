@@ -235,6 +235,20 @@ def test_tenants_do_not_take_turns_at_prompts_that_neither_ends(lag: int) -> Non
 
 
 @pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("min_run", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(40, 100), (160, 20), (120, 70)])
+def test_tenants_that_take_turns_at_memory_read_no_more_than_they_write(
+    lag: int, min_run: float, prompt: int, max_tokens: int
+) -> None:
+    """There is room for one of two prompts, each of which takes several steps, and what gave way is read again."""
+    length = prompt + max_tokens
+    shop = Shop(lag=lag, num_blocks=length // 4 + 6, max_num_batched_tokens=8, min_run_seconds=min_run)
+    requests = [shop.add(prompt, max_tokens, ignore_eos=True, tenant=name) for name in "ab"]
+    shop.drain(max_steps=3 * len(requests) * (prompt // 8 + max_tokens))
+    assert all(len(request.output_token_ids) == max_tokens for request in requests)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
 def test_short_of_memory_the_most_over_served_gives_way(lag: int) -> None:
     """And not whoever came last."""
     shop = Shop(lag=lag, num_blocks=14, block_size=2, max_num_seqs=2, max_model_len=28)

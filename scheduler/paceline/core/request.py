@@ -62,6 +62,7 @@ class Request:
         num_known_blocks, num_drafted_blocks: leading blocks that the prefix cache was told of, and whose draft KV.
         depth: drafts verified in the last decode.
         num_in_vain: preemptions since its last token.
+        seconds_to_token: from its last admission after which it got a token to that token.
         counts_by_method: what speculation brought, by who drafted; NONE for verify steps without drafts.
         counts_without_drafts: those of NONE.
         pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan
@@ -127,6 +128,7 @@ class Request:
         self.steps_without_model = 0
         self.num_preemptions = 0
         self.num_in_vain = 0
+        self.seconds_to_token = 0.0
         self.rank = 0.0
         self.admitted_at = -math.inf
         self.charged_seconds = 0.0

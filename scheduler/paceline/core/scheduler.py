@@ -58,7 +58,8 @@ from paceline.errors import (
 PACED_SPEED: Final = 0.5  # of the tokens per second that full steps read of prompts: what a request's pace leaves them
 NOBODY: Final[frozenset[str]] = frozenset()
 MOST_DOUBLINGS: Final = 40  # of the time for which a request runs before it gives way
-SHORTEST_RUN: Final = 1e-9  # seconds: who was let in by this very step gives way to nobody
+SHORTEST_RUN: Final = 1e-3  # seconds for which it runs in any case: there is something to double
+STAY: Final = 2.0  # times what it took to its first token: so long a request runs at least
 MAX_OUTSTANDING: Final = 2  # the plan that runs and the one made meanwhile
 
 
@@ -581,10 +582,12 @@ class Scheduler:
         return sorted(ran, key=lambda request: -ahead[request.tenant])
 
     def _least_run(self, request: Request) -> float:
-        """Seconds that it runs before it gives way to another tenant: twice as long each time that it had to without a
-        token, lest two tenants take turns at prompts that neither gets to the end of.
+        """Seconds that it runs before it gives way to another tenant. As most of them shall bring tokens, it is a
+        multiple of what it took to the first one, or did the last time; and twice as long each time that it had to
+        without a token, lest two tenants take turns at prompts that neither gets to the end of.
         """
-        return max(self.config.min_run_seconds * 2.0 ** min(request.num_in_vain, MOST_DOUBLINGS), SHORTEST_RUN)
+        least = max(self.config.min_run_seconds, SHORTEST_RUN) + STAY * request.seconds_to_token
+        return least * 2.0 ** min(request.num_in_vain, MOST_DOUBLINGS)
 
     def _would_suffice(self, victims: list[Request], missing: int, known: Sequence[int]) -> bool:
         """All of them together leave a place, and blocks for a request that misses so many besides those known: nobody
@@ -763,7 +766,8 @@ class Scheduler:
         token_ids = sequence.token_ids
         offset = len(request.output_token_ids)
         request.emit(token_ids)
-        request.num_in_vain = 0
+        if request.num_in_vain or request.first_token is None:
+            self._first_of_stay(request, now)
         if running:
             request.num_computed_tokens = request.num_tokens - 1
             # Asked inline, since a block is full at few steps only.
@@ -773,14 +777,19 @@ class Scheduler:
             ) or request.num_draft_computed >= size * (request.num_drafted_blocks + 1):
                 self.prefixes.remember(request)
         assert request.num_tokens <= request.max_total_tokens, (request.num_tokens, request.max_total_tokens)
-        if token_ids and request.first_token is None:
-            request.first_token = now
         if sequence.finish is None:
             return RequestOutput(request.request_id, offset, token_ids)
         self.rate.ended(len(request.output_token_ids), request.chosen_max_tokens)
         stats = RequestStats.of(request, now)
         self._end(request)
         return RequestOutput(request.request_id, offset, token_ids, sequence.finish, stats)
+
+    def _first_of_stay(self, request: Request, now: float) -> None:
+        """It got a token, its first since it was admitted."""
+        request.seconds_to_token = now - request.admitted_at
+        request.num_in_vain = 0
+        if request.first_token is None:
+            request.first_token = now
 
     def _preempt(self, request: Request) -> None:
         """Take all blocks back; the request will be computed anew, its emitted tokens included."""
