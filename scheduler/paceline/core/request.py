@@ -56,8 +56,8 @@ class Request:
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
         num_cached_tokens: prompt tokens whose KV was there when the request was first admitted.
-        num_unread: prompt tokens that its tenant paid for in advance and that no step has computed, as of the end of its
-            last stay in the batch.
+        num_unread: prompt tokens that its tenant paid for in advance and that no step has computed, as of when it last
+            entered or left the batch.
         block_keys: of its leading full blocks, as far as somebody asked.
         num_known_blocks, num_drafted_blocks: leading blocks that the prefix cache was told of, and whose draft KV.
         depth: drafts verified in the last decode.

@@ -407,46 +407,60 @@ class Scheduler:
         """Give running requests their rows, in the order of admission; those of the crowd come last, and take turns.
         True if somebody had to be preempted.
         """
-        preempted = False
         self._find_crowd(step, now)
         order = list(self.running.values())
-        others: list[Request] = []
+        crowd: list[Request] = []
+        behind, preempted = len(order), False
         if step.crowd:
-            others = [request for request in order if request.tenant in step.crowd]
-            order = [request for request in order if request.tenant not in step.crowd] + self._in_turn(others)
-        first_other = len(order) - len(others)
-        for index, request in enumerate(order):
-            if index == first_other:
-                self._limit_slowdown(step)
-            if request.status is not RUNNING or (request.pending and request.surely_ends):
-                continue
-            pending = request.pending
-            rows = wanted = request.num_to_compute if pending else request.num_tokens - request.num_computed_tokens
-            if wanted > 1:
-                # One row stays reserved for each request behind this one: a long prompt never stops their decodes.
-                rows = self._prompt_rows(wanted, step, step.budget - (len(order) - index - 1))
-                if not rows:
-                    continue
-            if index >= first_other and step.slowdown is not None:
-                if request.tenant in step.ahead:
-                    continue
-                rows = step.slowdown.take(rows, request.num_computed_tokens)
-                if not rows:
-                    continue
-                self._last_in_turn = request.request_id
-            end = rows + (request.most_tokens - wanted if pending else request.num_computed_tokens)
-            while (blocks := self.kv.grow(request.request_id, end)) is None:
-                victim = self._victim()
-                self._preempt(victim)
-                step.drop(victim)
+            crowd = self._in_turn([request for request in order if request.tenant in step.crowd])
+            order = [request for request in order if request.tenant not in step.crowd]
+        for request in order:
+            behind -= 1
+            if self._continue(request, behind, step):
                 preempted = True
-                if victim is request:
-                    break
-            else:
-                step.add(self._share(request, rows, rows == wanted, end, blocks))
-        if step.crowd and not others:
+        if step.crowd:
             self._limit_slowdown(step)
+        for request in crowd:
+            behind -= 1
+            if self._continue(request, behind, step):
+                preempted = True
         return preempted
+
+    def _continue(self, request: Request, behind: int, step: StepBuilder) -> bool:
+        """Give a running request its rows, if there are any for it. True if somebody had to be preempted.
+
+        Args:
+            behind: requests that come after it. One row stays reserved for each: a long prompt never stops their
+                decodes.
+        """
+        pending = request.pending
+        if request.status is not RUNNING or (pending and request.surely_ends):
+            return False
+        rows = wanted = request.num_to_compute if pending else request.num_tokens - request.num_computed_tokens
+        if wanted > 1:
+            rows = self._prompt_rows(wanted, step, step.budget - behind)
+        if rows and step.slowdown is not None:
+            rows = self._take_turn(request, rows, step, step.slowdown)
+        if not rows:
+            return False
+        end = rows + (request.most_tokens - wanted if pending else request.num_computed_tokens)
+        preempted = False
+        while (blocks := self.kv.grow(request.request_id, end)) is None:
+            victim = self._victim()
+            self._preempt(victim)
+            step.drop(victim)
+            preempted = True
+            if victim is request:
+                return True
+        step.add(self._share(request, rows, rows == wanted, end, blocks))
+        return preempted
+
+    def _take_turn(self, request: Request, rows: int, step: StepBuilder, slowdown: Slowdown) -> int:
+        """Rows for a request of the crowd, of those that it could have."""
+        taken = 0 if request.tenant in step.ahead else slowdown.take(rows, request.num_computed_tokens)
+        if taken:
+            self._last_in_turn = request.request_id
+        return taken
 
     def _find_crowd(self, step: StepBuilder, now: float) -> None:
         """Tenants that ask for far more than their share, if others decode a few requests. Everyone else of their
