@@ -125,7 +125,8 @@ class RandomLoad:
         self._began = time.perf_counter()
         host: Any = getattr(self._runner, "host", self._runner)
         self._exact = isinstance(host.model, NativeDecoder)
-        engine.scheduler.tenants.set_policies(policies(engine.scheduler.config.num_blocks), ONE_SHARE)
+        granted = policies(engine.scheduler.config.num_blocks)
+        engine.scheduler.tenants.set_policies(granted, ONE_SHARE, engine.clock())
         engine.on_end.append(lambda request, reason, now: self.counts.ended.book(request))
 
     def run(self, seconds: float, every: float) -> bool:

@@ -83,7 +83,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         costs = _costs(settings, choices, engine)
         engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=choices.max_depth), costs)
     # After the warm-up, whose requests are no tenant's.
-    engine.scheduler.tenants.set_policies(settings.tenants, settings.default_tenant)
+    engine.scheduler.tenants.set_policies(settings.tenants, settings.default_tenant, engine.clock())
     _log_choices(engine, settings, choices)
     return engine
 

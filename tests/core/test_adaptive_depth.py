@@ -285,6 +285,13 @@ def test_passes_that_cost_more_for_many_cost_a_hair_at_most() -> None:
     assert np.mean(missed) < 0.003
 
 
+def test_steps_that_cost_nothing_end_nobody() -> None:
+    """As a file of measured costs might say."""
+    policy = adaptive(CostModel([1, 8], [0.0, 0.0], 0.0, [1], [0.0]))
+    for _ in range(2 * DWELL):
+        choose(policy, candidate(0.9, highest=2))
+
+
 def test_the_search_does_not_stop_at_the_first_drop() -> None:
     """A second row is dear, the third and fourth come with it."""
     costs = costs_by(lambda rows: 1.0 if rows == 1 else 1.6, lambda count: 0.0)

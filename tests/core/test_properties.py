@@ -265,7 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(policies=st.sampled_from([POLICIES_OF, NARROWED]))
     def reload(self, policies: dict[str, TenantPolicy]) -> None:
-        self.harness.scheduler.tenants.set_policies(policies, ONE_SHARE)
+        self.harness.scheduler.tenants.set_policies(policies, ONE_SHARE, self.harness.now)
 
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:

@@ -118,7 +118,7 @@ def test_a_limit_that_is_lifted_leaves_no_claim() -> None:
         shop.add_for("chat", max_tokens=20)
     for _ in range(200):
         shop.step()
-    shop.scheduler.tenants.set_policies({}, ONE_SHARE)
+    shop.scheduler.tenants.set_policies({}, ONE_SHARE, shop.now)
     for _ in range(4):
         before = shop.service("chat")
         for _ in range(20):
@@ -232,6 +232,20 @@ def test_tenants_do_not_take_turns_at_prompts_that_neither_ends(lag: int) -> Non
     shop.drain(max_steps=2000)
     assert all(len(request.output_token_ids) == 12 for request in requests)
     assert any(request.num_preemptions for request in requests)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("min_run", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(40, 100), (160, 20), (120, 70)])
+def test_tenants_that_take_turns_at_memory_read_no_more_than_they_write(
+    lag: int, min_run: float, prompt: int, max_tokens: int
+) -> None:
+    """There is room for one of two prompts, each of which takes several steps, and what gave way is read again."""
+    length = prompt + max_tokens
+    shop = Shop(lag=lag, num_blocks=length // 4 + 6, max_num_batched_tokens=8, min_run_seconds=min_run)
+    requests = [shop.add(prompt, max_tokens, ignore_eos=True, tenant=name) for name in "ab"]
+    shop.drain(max_steps=3 * len(requests) * (prompt // 8 + max_tokens))
+    assert all(len(request.output_token_ids) == max_tokens for request in requests)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -351,7 +365,7 @@ def test_what_was_let_in_runs_under_fewer_blocks() -> None:
     """Alone, since its tenant holds more now than it may; and nobody waits behind it for ever."""
     shop = Shop({"a": TenantPolicy(max_blocks=5)}, max_num_seqs=4)
     requests = [shop.add_for("a", 9, 6) for _ in range(2)]
-    shop.scheduler.tenants.set_policies({"a": TenantPolicy(max_blocks=2)}, ONE_SHARE)
+    shop.scheduler.tenants.set_policies({"a": TenantPolicy(max_blocks=2)}, ONE_SHARE, shop.now)
     requests.append(shop.add_for("a", 2, 2))
     while shop.scheduler.has_requests:
         shop.step()
@@ -364,7 +378,7 @@ def test_a_late_result_of_a_tenant_that_is_gone_is_dropped() -> None:
     request = shop.add_for("a")
     shop.plan()
     shop.abort(request)
-    shop.scheduler.tenants.set_policies({}, None)
+    shop.scheduler.tenants.set_policies({}, None, shop.now)
     shop.scheduler.tenants._forget_idle()
     shop.land()
     assert "a" not in shop.scheduler.tenants
@@ -380,6 +394,62 @@ def test_tokens_per_second_are_limited() -> None:
         shop.step()
         steps += 1
     assert steps == pytest.approx(12 * 12 - 10, rel=0.15)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_what_is_not_computed_of_a_prompt_is_not_paid_for(lag: int, gives_way: bool) -> None:
+    """It ends after three chunks, running or preempted. Until then it is paid for, lest others be let in beside it."""
+    policy = TenantPolicy(tokens_per_second=1e-3, burst_tokens=10.0)
+    shop = Shop({"a": policy}, lag, long_prefill_threshold=8, min_run_seconds=1.0)
+    prompt, later = shop.add_for("a", 100), shop.add_for("a", 100)
+    shop.step_until(lambda: len(shop.works(prompt)) == 3)
+    assert later.status is RequestStatus.WAITING
+    if gives_way:
+        shop.scheduler.tenants["a"].charge(100.0)
+        for _ in range(shop.config.max_num_seqs):
+            shop.add_for("b")
+        shop.step_until(lambda: prompt.status is RequestStatus.PREEMPTED)
+    shop.abort(prompt)
+    computed = sum(work.num_tokens for work in shop.works(prompt))
+    assert 24 <= computed < 40
+    assert shop.scheduler.tenants["a"].seconds_until_tokens(shop.now) == pytest.approx(1e3 * (computed - 10), abs=10)
+    shop.abort(later)
+    shop.drain()
+
+
+def test_what_is_given_back_fills_no_bucket_beyond_its_size() -> None:
+    account = Tenants({"a": TenantPolicy(tokens_per_second=10.0)}).get("a", 0.0)
+    account.spend(1000)
+    assert account.seconds_until_tokens(50.0) == pytest.approx(49.0)
+    account.give_back(1000)
+    account.spend(30)
+    assert account.seconds_until_tokens(50.0) == pytest.approx(2.0)
+
+
+def test_nothing_is_owed_for_the_time_without_a_rate() -> None:
+    """A reload lifts the limit, another one restores it."""
+    limited = TenantPolicy(tokens_per_second=10.0)
+    tenants = Tenants({"a": limited})
+    account = tenants.get("a", 0.0)
+    account.charge(1.0, 20)
+    tenants.set_policies({}, ONE_SHARE, 1.0)
+    account.charge(1.0, 100_000)
+    assert account.seconds_until_tokens(2.0) == 0.0
+    tenants.set_policies({"a": limited}, ONE_SHARE, 2.0)
+    assert account.seconds_until_tokens(2.0) == 0.0
+    account.charge(1.0, 30)
+    assert account.seconds_until_tokens(2.0) == pytest.approx(2.0), "a full bucket, and no more"
+
+
+def test_time_before_a_reload_is_counted_at_the_old_rate() -> None:
+    tenants = Tenants({"a": TenantPolicy(tokens_per_second=1.0)})
+    account = tenants.get("a", 0.0)
+    account.charge(1.0, 101)
+    tenants.set_policies({"a": TenantPolicy(tokens_per_second=10.0)}, ONE_SHARE, 50.0)
+    assert account.seconds_until_tokens(50.0) == pytest.approx(5.0)
+    tenants.set_policies({"a": TenantPolicy(tokens_per_second=1.0)}, ONE_SHARE, 53.0)
+    assert account.seconds_until_tokens(53.0) == pytest.approx(20.0)
 
 
 def test_who_waits_for_tokens_holds_up_nobody() -> None:
@@ -461,7 +531,7 @@ def test_other_policies_take_effect_and_accounts_stay() -> None:
     shop.add_for("a")
     shop.drain()
     before = shop.service("a")
-    shop.scheduler.tenants.set_policies({"a": TenantPolicy(weight=4.0, max_queued=1)}, None)
+    shop.scheduler.tenants.set_policies({"a": TenantPolicy(weight=4.0, max_queued=1)}, None, shop.now)
     assert shop.service("a") == before > 0
     shop.add_for("a")
     with pytest.raises(ResourceExhausted):

@@ -281,7 +281,7 @@ class TestSeveralCompletions:
         """Whoever has most for its weight gives way, and with every request that leaves it may be another."""
         for a, b in [(a, 12 - a) for a in range(13)]:
             engine = make_engine(max_queued=12)
-            engine.scheduler.tenants.set_policies({"b": TenantPolicy(weight=weight)}, ONE_SHARE)
+            engine.scheduler.tenants.set_policies({"b": TenantPolicy(weight=weight)}, ONE_SHARE, 0.0)
             for tenant in ["a"] * a + ["b"] * b:
                 engine.add(replace(make_request(), scheduling=SchedulingParams(tenant)))
             late = replace(make_request(), n=n, scheduling=SchedulingParams("late"))

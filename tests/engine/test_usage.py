@@ -147,7 +147,7 @@ def test_every_end_is_told_once() -> None:
 def test_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "MAX_TENANTS", 3)
     engine = make_engine(num_blocks=200)
-    engine.scheduler.tenants.set_policies({"named": ONE_SHARE}, ONE_SHARE)
+    engine.scheduler.tenants.set_policies({"named": ONE_SHARE}, ONE_SHARE, 0.0)
     names = [f"t{index}" for index in range(6)] + ["named"]
     for name in names:
         engine.add(of(name, max_tokens=4))
@@ -167,7 +167,7 @@ def test_a_tenant_that_is_named_while_its_request_lives_has_an_account(monkeypat
     engine.add(of("first", max_tokens=4))
     engine.add(of("later", max_tokens=4))
     engine.step()
-    engine.scheduler.tenants.set_policies({"later": ONE_SHARE}, ONE_SHARE)
+    engine.scheduler.tenants.set_policies({"later": ONE_SHARE}, ONE_SHARE, 0.0)
     assert engine.usage.report()["later"].completion_tokens == 1
     run(engine)
     assert engine.usage.report()["later"].completion_tokens == 4

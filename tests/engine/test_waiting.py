@@ -35,7 +35,7 @@ def metered(tokens_per_second: float) -> Engine:
     """Tenant a's bucket holds one token and has this rate."""
     engine = make_engine()
     policy = TenantPolicy(tokens_per_second=tokens_per_second, burst_tokens=1.0)
-    engine.scheduler.tenants.set_policies({"a": policy}, ONE_SHARE)
+    engine.scheduler.tenants.set_policies({"a": policy}, ONE_SHARE, 0.0)
     return engine
 
 
@@ -151,7 +151,7 @@ def test_completions_are_added_together_however_fast_time_goes() -> None:
 
 def test_what_is_refused_when_added() -> None:
     engine = make_engine()
-    engine.scheduler.tenants.set_policies({"a": TenantPolicy(max_queued=2)}, None)
+    engine.scheduler.tenants.set_policies({"a": TenantPolicy(max_queued=2)}, None, 0.0)
     clock_of(engine).advance(10.0)
     with pytest.raises(InvalidArgument, match=r"scheduling\.tenant = 'b'"):
         engine.add(of("b"))

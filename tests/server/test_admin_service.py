@@ -89,7 +89,7 @@ async def test_load(serving: Serving) -> None:
     assert idle == pb.GetLoadResponse(
         max_running_requests=64, max_waiting_requests=4096, kv_blocks=NUM_BLOCKS, free_kv_blocks=NUM_BLOCKS
     )
-    serving.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1)}, None)
+    serving.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1)}, None, 0.0)
     first = await begun(serving, of("a", n=3), tokens=True)
     busy = await stub_of(serving).GetLoad(pb.GetLoadRequest())
     assert (busy.running_requests, busy.waiting_requests) == (1, 2), "choices count one by one"
@@ -326,7 +326,7 @@ async def test_stats(serving: Serving) -> None:
         return StepTimes(total=0.25)
 
     serving.runner.times = times  # type: ignore[method-assign]
-    serving.scheduler.tenants.set_policies({"a": TenantPolicy(weight=2.0)}, TenantPolicy())
+    serving.scheduler.tenants.set_policies({"a": TenantPolicy(weight=2.0)}, TenantPolicy(), 0.0)
     goes_on = await begun(serving, of("b", "hello you", request_id="live", n=2), tokens=True)
     serving.runner.open()
     finished = [(await whole(serving.stub.Generate(of("a", "x" * 20, 10))))[-1].finished for _ in range(3)]
@@ -357,7 +357,7 @@ async def test_stats(serving: Serving) -> None:
 
 
 async def test_stats_of_what_is_live(serving: Serving) -> None:
-    serving.scheduler.tenants.set_policies({}, TenantPolicy(max_running=1))
+    serving.scheduler.tenants.set_policies({}, TenantPolicy(max_running=1), 0.0)
     call = await begun(serving, of("b", "hello you", n=2), tokens=True)
     b = stats_of(await stub_of(serving).GetStats(pb.GetStatsRequest()))["b"]
     assert (b.requests, dict(b.ended)) == (1, {})

@@ -229,7 +229,7 @@ async def busy(free: Serving) -> Serving:
     """
     asyncio.get_running_loop().set_debug(False)
     policies = {"a": TenantPolicy(max_running=1, max_queued=4), "x" * 100: TenantPolicy(tokens_per_second=100.0)}
-    free.scheduler.tenants.set_policies(policies, ONE_SHARE)
+    free.scheduler.tenants.set_policies(policies, ONE_SHARE, 0.0)
     return free
 
 

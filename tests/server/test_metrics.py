@@ -86,7 +86,7 @@ async def whole(call: Any) -> list[pb.GenerateResponse]:
 
 async def test_after_real_requests(watched: Serving) -> None:
     watched.runner.open()
-    watched.scheduler.tenants.set_policies({"a": TenantPolicy(weight=2.0)}, TenantPolicy())
+    watched.scheduler.tenants.set_policies({"a": TenantPolicy(weight=2.0)}, TenantPolicy(), 0.0)
     finished = [(await whole(watched.stub.Generate(of("a", "x" * 20))))[-1].finished for _ in range(3)]
     finished += [one.finished for one in await whole(watched.stub.Generate(of("b", n=2))) if one.HasField("finished")]
     await failure(watched.stub.Generate(of("a", sampling=pb.SamplingParams(temperature=-1.0))))
@@ -141,7 +141,7 @@ async def test_after_real_requests(watched: Serving) -> None:
 
 
 async def test_while_requests_live(watched: Serving) -> None:
-    watched.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1)}, TenantPolicy())
+    watched.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1)}, TenantPolicy(), 0.0)
     first = watched.stub.Generate(of("a"))
     watched.runner.allow(1)
     await watched.until(lambda: watched.engine.engine.totals.tokens == 1)

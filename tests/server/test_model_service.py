@@ -80,7 +80,9 @@ async def test_a_tenant_sees_what_it_may_use(serving: Serving) -> None:
     bounds = SpeculationBounds(methods=frozenset({Method.NGRAM}), max_depth=3)
     tenants = serving.scheduler.tenants
     tenants.set_policies(
-        {"a": TenantPolicy(speculation=bounds), "b": TenantPolicy(speculation=SpeculationBounds(frozenset()))}, None
+        {"a": TenantPolicy(speculation=bounds), "b": TenantPolicy(speculation=SpeculationBounds(frozenset()))},
+        None,
+        0.0,
     )
     for tenant, depth, modes in (("a", 3, 2), ("b", 0, 1)):
         serving.server.calls.gate = TenantGate(tenant)

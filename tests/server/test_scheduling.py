@@ -174,7 +174,7 @@ async def test_a_bound_on_the_wait(
     serving: Serving, clock: VirtualClock, bound: dict[str, Duration], code: grpc.StatusCode, text: str
 ) -> None:
     """It holds while a request waits, and no longer."""
-    serving.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1)}, ONE_SHARE)
+    serving.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1)}, ONE_SHARE, 0.0)
     first = await begun(serving, of("a", **bound))
     await serving.until(lambda: len(serving.scheduler.running) == 1)
     second = asyncio.create_task(failure(await begun(serving, of("a", **bound))))
@@ -196,7 +196,7 @@ async def test_a_bound_on_the_wait(
 async def test_one_of_several_completions_that_comes_too_late_ends_all_of_them(lag: int) -> None:
     async with serving(lag=lag) as served:
         clock = served.engine.engine.clock = VirtualClock()
-        served.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=2)}, ONE_SHARE)
+        served.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=2)}, ONE_SHARE, 0.0)
         message = of("a", "hello, all of you", 100, queue_timeout=seconds(1.0))
         message.n = 4
         call = aiter(await begun(served, message))
@@ -217,7 +217,7 @@ async def test_one_of_several_completions_that_comes_too_late_ends_all_of_them(l
 
 
 async def test_a_tenant_that_nobody_knows(free: Serving) -> None:
-    free.scheduler.tenants.set_policies({"known": ONE_SHARE}, None)
+    free.scheduler.tenants.set_policies({"known": ONE_SHARE}, None, 0.0)
     unnamed = ", and named: the caller's credential has none of its own"
     for tenant, more in (("stranger", ""), ("", unnamed)):
         error = await failure(free.stub.Generate(of(tenant)))
@@ -237,7 +237,7 @@ def hint_of(error: grpc.aio.AioRpcError) -> tuple[str | bytes | None, float | No
 
 
 async def test_a_full_queue_of_a_tenant(serving: Serving) -> None:
-    serving.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1, max_queued=2)}, ONE_SHARE)
+    serving.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1, max_queued=2)}, ONE_SHARE, 0.0)
     let_requests_end_every(serving, 2.5)
     calls = [await begun(serving, of("a"))]
     await serving.until(lambda: len(serving.scheduler.running) == 1)
@@ -267,7 +267,7 @@ async def test_a_full_queue_of_a_tenant(serving: Serving) -> None:
 
 
 async def test_more_completions_than_the_tenants_queue_ever_holds(free: Serving) -> None:
-    free.scheduler.tenants.set_policies({"a": TenantPolicy(max_queued=2)}, ONE_SHARE)
+    free.scheduler.tenants.set_policies({"a": TenantPolicy(max_queued=2)}, ONE_SHARE, 0.0)
     message = of("a")
     message.n = 3
     error = await failure(free.stub.Generate(message))
@@ -291,7 +291,7 @@ async def test_a_full_queue_of_the_server() -> None:
 
 
 async def test_what_can_never_fit_is_worth_no_retry(free: Serving) -> None:
-    free.scheduler.tenants.set_policies({"a": TenantPolicy(max_blocks=4)}, ONE_SHARE)
+    free.scheduler.tenants.set_policies({"a": TenantPolicy(max_blocks=4)}, ONE_SHARE, 0.0)
     error = await failure(free.stub.Generate(of("a", max_tokens=4 * BLOCK_SIZE)))
     assert error.code() is EXHAUSTED
     assert "can never fit the KV cache share of tenant 'a': 16 tokens" in (error.details() or "")
@@ -306,7 +306,7 @@ async def test_what_can_never_fit_is_worth_no_retry(free: Serving) -> None:
 def meter(served: Serving, tokens_per_second: float) -> list[StepPlan | None]:
     """Give tenant a's bucket, which holds one token, this rate. Every attempt to plan a step from now on."""
     policy = TenantPolicy(tokens_per_second=tokens_per_second, burst_tokens=1.0)
-    served.scheduler.tenants.set_policies({"a": policy}, ONE_SHARE)
+    served.scheduler.tenants.set_policies({"a": policy}, ONE_SHARE, 0.0)
     plans: list[StepPlan | None] = []
     plan = served.engine.engine.plan
 

@@ -41,7 +41,7 @@ def asking(served: Serving, message: pb.GenerateRequest) -> Awaitable[Failure]:
 
 async def waiting(served: Serving, **scheduling: Any) -> Call:
     """A request that waits for another one of tenant a, which may not run two."""
-    served.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1, max_queued=1)}, ONE_SHARE)
+    served.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=1, max_queued=1)}, ONE_SHARE, 0.0)
     served.stub.Generate(request(scheduling=SCHEDULING(tenant="a")))
     await served.until(lambda: len(served.scheduler.running) == 1)
     call = served.stub.Generate(request(scheduling=SCHEDULING(tenant="a", **scheduling)))
@@ -105,7 +105,7 @@ async def queue_of_a_tenant(served: Serving) -> Failure:
 
 
 async def share_of_a_tenant(served: Serving) -> Failure:
-    served.scheduler.tenants.set_policies({"a": TenantPolicy(max_blocks=1)}, ONE_SHARE)
+    served.scheduler.tenants.set_policies({"a": TenantPolicy(max_blocks=1)}, ONE_SHARE, 0.0)
     return await asking(served, request(scheduling=SCHEDULING(tenant="a")))
 
 

@@ -266,7 +266,7 @@ class AdaptiveDepth:
         best = max(solutions, key=lambda solution: (solution.asked, solution.value))
         current = solutions[min(self._num_passes, len(solutions) - 1)]
         if best is not current and current.asked == best.asked:
-            self._missed += (best.value - current.value) / (second * best.seconds)
+            self._missed += (best.value - current.value) / (second * max(best.seconds, SHORTEST))
             if self._missed <= HYSTERESIS:
                 self._num_passes = current.passes
                 return current

@@ -42,8 +42,9 @@ class SchedulerConfig:
         max_step_seconds: that a step with prompts may take while others decode, as predicted; None sets no limit. So
             many tokens of prompts as fit are read, and a few in any case.
         patience: seconds after which a request without a deadline is as urgent as one whose deadline has come.
-        min_run_seconds: that a request runs before it gives way to a tenant that is owed more, and how far apart the
-            two tenants must be, in seconds of service over weight.
+        min_run_seconds: that a request runs before it gives way to a tenant that is owed more, besides a multiple of
+            what it took to its first token; and how far apart the two tenants must be, in seconds of service over
+            weight.
         max_slowdown: how many times as long steps become in the mean, as predicted, for requests of tenants that ask
             for more than twice their share of places, where a tenant decodes in them that asks for a quarter of its own
             at most; by more for tenants of more weight. They take turns, and draft nothing. Infinity sets no limit.

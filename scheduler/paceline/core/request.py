@@ -56,10 +56,13 @@ class Request:
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
         num_cached_tokens: prompt tokens whose KV was there when the request was first admitted.
+        num_unread: prompt tokens that its tenant paid for in advance and that no step has computed, as of when it last
+            entered or left the batch.
         block_keys: of its leading full blocks, as far as somebody asked.
         num_known_blocks, num_drafted_blocks: leading blocks that the prefix cache was told of, and whose draft KV.
         depth: drafts verified in the last decode.
         num_in_vain: preemptions since its last token.
+        seconds_to_token: from its last admission after which it got a token to that token.
         counts_by_method: what speculation brought, by who drafted; NONE for verify steps without drafts.
         counts_without_drafts: those of NONE.
         pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan
@@ -109,6 +112,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_draft_computed = 0
         self.num_cached_tokens = 0
+        self.num_unread = 0
         self.block_keys: list[bytes] = []
         self.num_known_blocks = 0
         self.num_drafted_blocks = 0
@@ -124,6 +128,7 @@ class Request:
         self.steps_without_model = 0
         self.num_preemptions = 0
         self.num_in_vain = 0
+        self.seconds_to_token = 0.0
         self.rank = 0.0
         self.admitted_at = -math.inf
         self.charged_seconds = 0.0

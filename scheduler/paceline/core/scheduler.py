@@ -58,7 +58,8 @@ from paceline.errors import (
 PACED_SPEED: Final = 0.5  # of the tokens per second that full steps read of prompts: what a request's pace leaves them
 NOBODY: Final[frozenset[str]] = frozenset()
 MOST_DOUBLINGS: Final = 40  # of the time for which a request runs before it gives way
-SHORTEST_RUN: Final = 1e-9  # seconds: who was let in by this very step gives way to nobody
+SHORTEST_RUN: Final = 1e-3  # seconds for which it runs in any case: there is something to double
+STAY: Final = 2.0  # times what it took to its first token: so long a request runs at least
 MAX_OUTSTANDING: Final = 2  # the plan that runs and the one made meanwhile
 
 
@@ -406,46 +407,60 @@ class Scheduler:
         """Give running requests their rows, in the order of admission; those of the crowd come last, and take turns.
         True if somebody had to be preempted.
         """
-        preempted = False
         self._find_crowd(step, now)
         order = list(self.running.values())
-        others: list[Request] = []
+        crowd: list[Request] = []
+        behind, preempted = len(order), False
         if step.crowd:
-            others = [request for request in order if request.tenant in step.crowd]
-            order = [request for request in order if request.tenant not in step.crowd] + self._in_turn(others)
-        first_other = len(order) - len(others)
-        for index, request in enumerate(order):
-            if index == first_other:
-                self._limit_slowdown(step)
-            if request.status is not RUNNING or (request.pending and request.surely_ends):
-                continue
-            pending = request.pending
-            rows = wanted = request.num_to_compute if pending else request.num_tokens - request.num_computed_tokens
-            if wanted > 1:
-                # One row stays reserved for each request behind this one: a long prompt never stops their decodes.
-                rows = self._prompt_rows(wanted, step, step.budget - (len(order) - index - 1))
-                if not rows:
-                    continue
-            if index >= first_other and step.slowdown is not None:
-                if request.tenant in step.ahead:
-                    continue
-                rows = step.slowdown.take(rows, request.num_computed_tokens)
-                if not rows:
-                    continue
-                self._last_in_turn = request.request_id
-            end = rows + (request.most_tokens - wanted if pending else request.num_computed_tokens)
-            while (blocks := self.kv.grow(request.request_id, end)) is None:
-                victim = self._victim()
-                self._preempt(victim)
-                step.drop(victim)
+            crowd = self._in_turn([request for request in order if request.tenant in step.crowd])
+            order = [request for request in order if request.tenant not in step.crowd]
+        for request in order:
+            behind -= 1
+            if self._continue(request, behind, step):
                 preempted = True
-                if victim is request:
-                    break
-            else:
-                step.add(self._share(request, rows, rows == wanted, end, blocks))
-        if step.crowd and not others:
+        if step.crowd:
             self._limit_slowdown(step)
+        for request in crowd:
+            behind -= 1
+            if self._continue(request, behind, step):
+                preempted = True
         return preempted
+
+    def _continue(self, request: Request, behind: int, step: StepBuilder) -> bool:
+        """Give a running request its rows, if there are any for it. True if somebody had to be preempted.
+
+        Args:
+            behind: requests that come after it. One row stays reserved for each: a long prompt never stops their
+                decodes.
+        """
+        pending = request.pending
+        if request.status is not RUNNING or (pending and request.surely_ends):
+            return False
+        rows = wanted = request.num_to_compute if pending else request.num_tokens - request.num_computed_tokens
+        if wanted > 1:
+            rows = self._prompt_rows(wanted, step, step.budget - behind)
+        if rows and step.slowdown is not None:
+            rows = self._take_turn(request, rows, step, step.slowdown)
+        if not rows:
+            return False
+        end = rows + (request.most_tokens - wanted if pending else request.num_computed_tokens)
+        preempted = False
+        while (blocks := self.kv.grow(request.request_id, end)) is None:
+            victim = self._victim()
+            self._preempt(victim)
+            step.drop(victim)
+            preempted = True
+            if victim is request:
+                return True
+        step.add(self._share(request, rows, rows == wanted, end, blocks))
+        return preempted
+
+    def _take_turn(self, request: Request, rows: int, step: StepBuilder, slowdown: Slowdown) -> int:
+        """Rows for a request of the crowd, of those that it could have."""
+        taken = 0 if request.tenant in step.ahead else slowdown.take(rows, request.num_computed_tokens)
+        if taken:
+            self._last_in_turn = request.request_id
+        return taken
 
     def _find_crowd(self, step: StepBuilder, now: float) -> None:
         """Tenants that ask for far more than their share, if others decode a few requests. Everyone else of their
@@ -581,10 +596,12 @@ class Scheduler:
         return sorted(ran, key=lambda request: -ahead[request.tenant])
 
     def _least_run(self, request: Request) -> float:
-        """Seconds that it runs before it gives way to another tenant: twice as long each time that it had to without a
-        token, lest two tenants take turns at prompts that neither gets to the end of.
+        """Seconds that it runs before it gives way to another tenant. As most of them shall bring tokens, it is a
+        multiple of what it took to the first one, or did the last time; and twice as long each time that it had to
+        without a token, lest two tenants take turns at prompts that neither gets to the end of.
         """
-        return max(self.config.min_run_seconds * 2.0 ** min(request.num_in_vain, MOST_DOUBLINGS), SHORTEST_RUN)
+        least = max(self.config.min_run_seconds, SHORTEST_RUN) + STAY * request.seconds_to_token
+        return least * 2.0 ** min(request.num_in_vain, MOST_DOUBLINGS)
 
     def _would_suffice(self, victims: list[Request], missing: int, known: Sequence[int]) -> bool:
         """All of them together leave a place, and blocks for a request that misses so many besides those known: nobody
@@ -617,7 +634,9 @@ class Scheduler:
             for sibling in request.siblings.values():
                 sibling.has_begun = True
             request.num_cached_tokens = request.num_computed_tokens
-            self.tenants[request.tenant].spend(request.num_to_compute)
+            # Before it is read, lest many prompts be let in at once; see `_end`.
+            request.num_unread = request.num_to_compute
+            self.tenants[request.tenant].spend(request.num_unread)
         step.admitted.append(
             Admission(
                 request.request_id,
@@ -761,7 +780,8 @@ class Scheduler:
         token_ids = sequence.token_ids
         offset = len(request.output_token_ids)
         request.emit(token_ids)
-        request.num_in_vain = 0
+        if request.num_in_vain or request.first_token is None:
+            self._first_of_stay(request, now)
         if running:
             request.num_computed_tokens = request.num_tokens - 1
             # Asked inline, since a block is full at few steps only.
@@ -771,14 +791,19 @@ class Scheduler:
             ) or request.num_draft_computed >= size * (request.num_drafted_blocks + 1):
                 self.prefixes.remember(request)
         assert request.num_tokens <= request.max_total_tokens, (request.num_tokens, request.max_total_tokens)
-        if token_ids and request.first_token is None:
-            request.first_token = now
         if sequence.finish is None:
             return RequestOutput(request.request_id, offset, token_ids)
         self.rate.ended(len(request.output_token_ids), request.chosen_max_tokens)
         stats = RequestStats.of(request, now)
         self._end(request)
         return RequestOutput(request.request_id, offset, token_ids, sequence.finish, stats)
+
+    def _first_of_stay(self, request: Request, now: float) -> None:
+        """It got a token, its first since it was admitted."""
+        request.seconds_to_token = now - request.admitted_at
+        request.num_in_vain = 0
+        if request.first_token is None:
+            request.first_token = now
 
     def _preempt(self, request: Request) -> None:
         """Take all blocks back; the request will be computed anew, its emitted tokens included."""
@@ -796,6 +821,7 @@ class Scheduler:
         """The one way out, for finished and aborted requests alike."""
         if request.status is RUNNING:
             self._stop(request)
+        self.tenants[request.tenant].give_back(request.num_unread)
         self.tenants.remove(request)
         self.kv.free(request.request_id)
         self.speculation.end(request)
@@ -809,6 +835,8 @@ class Scheduler:
         self._paced.pop(request.request_id, None)
         self.tenants.stopped(request)
         self._released.append(request.request_id)
+        read = request.num_computed_tokens + sum(work.num_tokens for work in request.pending)
+        request.num_unread = max(0, min(request.num_unread, len(request.prompt_token_ids) - read))
 
     def _refuse(self, request: Request, error: PacelineError) -> None:
         self.refused.append((request.request_id, error))

@@ -19,7 +19,8 @@ class TenantPolicy:
         max_queued: completions that wait.
         max_blocks: KV blocks held at once.
         tokens_per_second: the bucket's rate. It counts prompt tokens that are computed, and not those that are found in
-            the prefix cache, and completion tokens; drafts are paid by charges alone. A request that is begun is
+            the prefix cache, and completion tokens; drafts are paid by charges alone. A prompt is paid for when it is
+            begun; what is not computed of it, if the request ends before, is given back. A request that is begun is
             finished: what it overdraws, the next ones wait for.
         burst_tokens: the bucket's size; None for one second's worth.
         max_priority: what higher priorities are lowered to.

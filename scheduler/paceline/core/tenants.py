@@ -8,6 +8,7 @@ in which nothing was asked for is no credit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
@@ -67,8 +68,12 @@ class Tenant:
         """Places that its requests would take."""
         return self.num_running + len(self.queue)
 
-    def grant(self, policy: TenantPolicy) -> None:
-        """Put another policy in place."""
+    def grant(self, policy: TenantPolicy, now: float) -> None:
+        """Put another policy in place: the bucket fills at the old rate up to now, and nothing is owed for the time
+        without one.
+        """
+        self._fill(now)
+        self._bucket = math.inf if policy.tokens_per_second is None else min(policy.burst, self._bucket)
         self.policy = policy
         self._weight = policy.weight
 
@@ -91,15 +96,24 @@ class Tenant:
         """Take tokens out of the bucket, which may end below 0."""
         self._bucket -= tokens
 
+    def give_back(self, tokens: int) -> None:
+        """Put tokens back that were spent in advance and not used."""
+        self._bucket = min(self.policy.burst, self._bucket + tokens)
+
     def seconds_until_tokens(self, now: float) -> float:
         """Until the bucket has a token; 0 if it has."""
         rate = self.policy.tokens_per_second
         if rate is None:
             return 0.0
+        self._fill(now)
+        return -self._bucket / rate if self._bucket < -EMPTY else 0.0
+
+    def _fill(self, now: float) -> None:
+        """The bucket, with what has come since it was last filled; without a rate it stays infinite."""
         if now > self._filled_at:
+            rate = self.policy.tokens_per_second or 0.0
             self._bucket = min(self.policy.burst, self._bucket + rate * (now - self._filled_at))
             self._filled_at = now
-        return -self._bucket / rate if self._bucket < -EMPTY else 0.0
 
 
 class Tenants:
@@ -228,7 +242,7 @@ class Tenants:
         """All that wait, queue by queue."""
         return [request for tenant in self._waiting.values() for request in tenant.queue]
 
-    def set_policies(self, policies: Mapping[str, TenantPolicy], default: TenantPolicy | None) -> None:
+    def set_policies(self, policies: Mapping[str, TenantPolicy], default: TenantPolicy | None, now: float) -> None:
         """Put other policies in place, for what comes from now on. Accounts stay, but a tenant whose policy changes has
         no claim to what the old one kept from it.
         """
@@ -237,7 +251,7 @@ class Tenants:
             policy = policies.get(tenant.name) or default or tenant.policy
             if policy != tenant.policy:
                 tenant.service = max(tenant.service, self._least_service(tenant))
-            tenant.grant(policy)
+            tenant.grant(policy, now)
 
     def _forget_idle(self) -> None:
         """Drop accounts without requests. Whose counter is above the level keeps it, lest it be forgiven, if there is

@@ -61,7 +61,7 @@ class ServedTenants:
         assert self._engine is not None
         self._file = file
         self._gate.use(file)
-        self._engine.scheduler.tenants.set_policies(file.policies, file.default_policy)
+        self._engine.scheduler.tenants.set_policies(file.policies, file.default_policy, self._engine.clock())
         self._warn_of_models(file, self._engine.model_name)
 
     def _warn_of_models(self, file: TenantsFile, served: str) -> None:
