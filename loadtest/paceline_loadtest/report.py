@@ -36,13 +36,13 @@ def to_json(report: Report, *, date: datetime, metadata: Mapping[str, str] | Non
     result: dict[str, object] = {
         "date": date.strftime("%Y%m%d-%H%M%S"),
         "num_prompts": config.num_prompts,
-        "request_rate": "inf" if math.isinf(config.request_rate) else config.request_rate,
-        "burstiness": "inf" if math.isinf(config.burstiness) else config.burstiness,
+        "request_rate": _finite(config.request_rate),
+        "burstiness": _finite(config.burstiness),
         "max_concurrency": config.max_concurrency,
         "num_warmups": config.num_warmups,
         "max_tokens": list(config.max_tokens),
         "seed": config.seed,
-        **asdict(options),
+        **{name: _finite(value) for name, value in asdict(options).items()},
         "duration": report.duration,
         "completed": report.completed,
         "failed": report.failed,
@@ -67,6 +67,11 @@ def to_json(report: Report, *, date: datetime, metadata: Mapping[str, str] | Non
     if report.speculation is not None:
         result |= _speculation_json(report.speculation)
     return dict(metadata or {}) | result
+
+
+def _finite(value: object) -> object:
+    """JSON has no infinity."""
+    return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
 def _speculation_json(totals: SpeculationTotals) -> dict[str, object]:

@@ -70,8 +70,8 @@ class ClientOptions(TypedDict, total=False):
 class CallOptions(TypedDict, total=False):
     """The keyword arguments of every call but a generation's.
 
-    `timeout`: seconds that the call may take, retries included, as its deadline. `request_id`: its name in the server's
-    logs. `traceparent`: the span it belongs to (W3C trace context).
+    `timeout`: seconds above 0 that the call may take, retries included, as its deadline. `request_id`: its name in the
+    server's logs. `traceparent`: the span it belongs to (W3C trace context).
     """
 
     timeout: float | None
