@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from paceline.client.admin import AsyncAdmin
-from paceline.client.connection import CallOptions, ClientOptions, Connection
+from paceline.client.connection import CallOptions, ClientOptions, Connection, Metadata
 from paceline.client.errors import RpcError, own_errors
 from paceline.client.generation import GenerateCall, Generation
 from paceline.client.health import HealthStatus, ask_health
@@ -210,7 +210,7 @@ class AsyncClient:
         self,
         question: Question[T],
         attempts: Attempts,
-        metadata: tuple[tuple[str, str], ...],
+        metadata: Metadata,
         wait_for_ready: bool = False,
     ) -> T:
         while True:
