@@ -30,7 +30,8 @@ def to_json(report: Report, *, date: datetime, metadata: Mapping[str, str] | Non
 
     Keys and units are those of `vllm bench serve`: statistics in ms, lists in seconds with one entry per request (0 or
     empty where it failed), `spec_decode_acceptance_rate` in percent and absent, as its fellows, when nothing was
-    drafted. `start_times` are seconds after the start. `metadata` is merged in, but replaces nothing.
+    drafted. `start_times` are seconds after the start. Where the run was `interrupted`, lists have an entry per request
+    that had ended. `metadata` is merged in, but replaces nothing.
     """
     config, options, records = report.config, report.config.options, report.records
     result: dict[str, object] = {
@@ -43,6 +44,7 @@ def to_json(report: Report, *, date: datetime, metadata: Mapping[str, str] | Non
         "max_tokens": list(config.max_tokens),
         "seed": config.seed,
         **{name: _finite(value) for name, value in asdict(options).items()},
+        "interrupted": report.interrupted,
         "duration": report.duration,
         "completed": report.completed,
         "failed": report.failed,
@@ -97,6 +99,8 @@ def render(report: Report) -> RenderableType:
 def _totals(report: Report) -> Table:
     table = Table("requests and tokens", "")
     table.columns[1].justify = "right"
+    if report.interrupted:
+        table.add_row("interrupted", f"after {len(report.records)} of {report.config.num_prompts} requests")
     table.add_row("completed / failed", f"{report.completed} / {report.failed}")
     table.add_row("duration", f"{report.duration:.2f} s")
     table.add_row("most requests at once", str(report.max_concurrent_requests))
