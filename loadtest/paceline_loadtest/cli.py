@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,11 +19,13 @@ from paceline.command_options import client_options, with_options
 from paceline.errors import InvalidArgument
 from paceline.whole_file import check_file, write_json
 from paceline_loadtest.clients import Client, open_client
-from paceline_loadtest.metrics import Report, RequestRecord
+from paceline_loadtest.metrics import Report, RequestRecord, summarize
 from paceline_loadtest.prompts import load_prompts
 from paceline_loadtest.report import render, to_json
 from paceline_loadtest.runner import run_load
 from paceline_loadtest.workload import LoadConfig, RequestOptions, Speculation, Workload, plan
+
+INTERRUPTED: Final = 130  # the exit code: 128 and the number of SIGINT, as shells have it
 
 _T = TypeVar("_T")
 
@@ -35,7 +37,9 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script. Exits with 0, with 1 if every request failed, with 2 on a bad option or file."""
+    """The console script. Exits with 0, with 1 if every request failed, with 2 on a bad option or file, and with 130 if
+    it was interrupted.
+    """
     app()
 
 
@@ -78,7 +82,8 @@ def load(
     """Load a streaming LLM server and report latency, throughput and speculation.
 
     With --request-rate requests arrive at that rate, whatever the server does (open loop); with --max-concurrency
-    alone each waits for one to end (closed loop); with both, arrivals queue for a free place.
+    alone each waits for one to end (closed loop); with both, arrivals queue for a free place. Ctrl-C ends the run, and
+    what has ended by then is reported.
     """
     console = Console()
     date = datetime.now().astimezone()
@@ -105,20 +110,29 @@ def load(
     except (InvalidArgument, OSError) as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
     if report.completed == 0:
         raise typer.Exit(1)
 
 
 async def _run(client: Client, workload: Workload) -> Report:
+    """The report, of as much as there is when Ctrl-C cancels this."""
+    records: list[RequestRecord] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with aclosing(client):
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("requests", total=len(workload.requests))
 
             def on_record(record: RequestRecord) -> None:
+                records.append(record)
                 progress.advance(task)
 
-            return await run_load(client, workload, on_record=on_record)
+            try:
+                return await run_load(client, workload, on_record=on_record)
+            except asyncio.CancelledError:
+                records.sort(key=lambda record: record.index)
+                return summarize(workload.config, records, interrupted=True)
 
 
 def _event_loop() -> Callable[[Coroutine[Any, Any, _T]], _T]:

@@ -139,12 +139,13 @@ class Report:
 
     Attributes:
         config: what was asked for.
-        records: one per request, in the order of the plan.
-        duration: seconds from the start to the end of the last request.
+        records: one per request that has ended, in the order of the plan.
+        duration: seconds from the start to the end of the last of them.
         distributions: by name: ttft, tpot, itl, icl, e2el, arrival_ttft, arrival_e2el.
         errors_by_code: failed requests, most frequent first.
         max_concurrent_requests: most requests under way at once.
         speculation: None if nothing was drafted.
+        interrupted: somebody has ended the run early, and requests that had not ended are not counted.
     """
 
     config: LoadConfig
@@ -158,6 +159,7 @@ class Report:
     errors_by_code: Mapping[str, int]
     max_concurrent_requests: int
     speculation: SpeculationTotals | None
+    interrupted: bool = False
 
     @property
     def request_throughput(self) -> float:
@@ -175,7 +177,7 @@ class Report:
         return _ratio(self.total_input_tokens + self.total_output_tokens, self.duration)
 
 
-def summarize(config: LoadConfig, records: Sequence[RequestRecord]) -> Report:
+def summarize(config: LoadConfig, records: Sequence[RequestRecord], *, interrupted: bool = False) -> Report:
     """The report of a run from its records, in the order of the plan."""
     done = [record for record in records if record.completed]
     return Report(
@@ -190,6 +192,7 @@ def summarize(config: LoadConfig, records: Sequence[RequestRecord]) -> Report:
         errors_by_code=dict(Counter(record.error_code for record in records if not record.completed).most_common()),
         max_concurrent_requests=_max_concurrent(records),
         speculation=_speculation(done),
+        interrupted=interrupted,
     )
 
 

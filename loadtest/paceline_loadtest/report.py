@@ -30,19 +30,21 @@ def to_json(report: Report, *, date: datetime, metadata: Mapping[str, str] | Non
 
     Keys and units are those of `vllm bench serve`: statistics in ms, lists in seconds with one entry per request (0 or
     empty where it failed), `spec_decode_acceptance_rate` in percent and absent, as its fellows, when nothing was
-    drafted. `start_times` are seconds after the start. `metadata` is merged in, but replaces nothing.
+    drafted. `start_times` are seconds after the start. Where the run was `interrupted`, lists have an entry per request
+    that had ended. `metadata` is merged in, but replaces nothing.
     """
     config, options, records = report.config, report.config.options, report.records
     result: dict[str, object] = {
         "date": date.strftime("%Y%m%d-%H%M%S"),
         "num_prompts": config.num_prompts,
-        "request_rate": "inf" if math.isinf(config.request_rate) else config.request_rate,
-        "burstiness": "inf" if math.isinf(config.burstiness) else config.burstiness,
+        "request_rate": _finite(config.request_rate),
+        "burstiness": _finite(config.burstiness),
         "max_concurrency": config.max_concurrency,
         "num_warmups": config.num_warmups,
         "max_tokens": list(config.max_tokens),
         "seed": config.seed,
-        **asdict(options),
+        **{name: _finite(value) for name, value in asdict(options).items()},
+        "interrupted": report.interrupted,
         "duration": report.duration,
         "completed": report.completed,
         "failed": report.failed,
@@ -69,6 +71,11 @@ def to_json(report: Report, *, date: datetime, metadata: Mapping[str, str] | Non
     return dict(metadata or {}) | result
 
 
+def _finite(value: object) -> object:
+    """JSON has no infinity."""
+    return "inf" if isinstance(value, float) and math.isinf(value) else value
+
+
 def _speculation_json(totals: SpeculationTotals) -> dict[str, object]:
     return {
         "spec_decode_acceptance_rate": 100 * totals.acceptance_rate,
@@ -92,6 +99,8 @@ def render(report: Report) -> RenderableType:
 def _totals(report: Report) -> Table:
     table = Table("requests and tokens", "")
     table.columns[1].justify = "right"
+    if report.interrupted:
+        table.add_row("interrupted", f"after {len(report.records)} of {report.config.num_prompts} requests")
     table.add_row("completed / failed", f"{report.completed} / {report.failed}")
     table.add_row("duration", f"{report.duration:.2f} s")
     table.add_row("most requests at once", str(report.max_concurrent_requests))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Literal, TypeAlias
 
+from paceline.client.retry import check_timeout
 from paceline.errors import InvalidArgument
 from paceline_loadtest.prompts import Prompt
 
@@ -23,7 +24,7 @@ class RequestOptions:
         temperature: None is the server's default, 0 is greedy.
         ignore_eos: generate up to the maximum, so that every run produces the same number of tokens.
         speculation: the method the server may use.
-        timeout: deadline of a request in seconds; None is none.
+        timeout: deadline of a request in seconds; None is none, and so is inf.
     """
 
     temperature: float | None = 0.0
@@ -71,9 +72,9 @@ class LoadConfig:
         _require("max_concurrency", concurrency, concurrency is None or concurrency >= 1, "at least 1")
         low, high = self.max_tokens
         _require("max_tokens", self.max_tokens, 1 <= low <= high, "at least 1, or a range LOW-HIGH of such")
-        temperature, timeout = self.options.temperature, self.options.timeout
+        temperature = self.options.temperature
         _require("temperature", temperature, temperature is None or temperature >= 0, "at least 0")
-        _require("timeout", timeout, timeout is None or timeout > 0, "seconds above 0")
+        check_timeout(self.options.timeout)
 
     @property
     def closed_loop(self) -> bool:

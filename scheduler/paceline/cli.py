@@ -391,9 +391,7 @@ def chat(
         text = "start a server by `paceline serve --model DIR`, then `paceline chat --server 127.0.0.1:50051`"
         raise PacelineError(f"there is no server to chat with: {text}")
     with Client(server, **connection()) as client:
-        served = client.model(model or "")
-        print(f"{served.name} at {server}; /help lists what can be said besides")
-        Chat(
+        conversation = Chat(
             client,
             {
                 "model": model,
@@ -403,7 +401,10 @@ def chat(
                 "content": "text",
             },
             system,
-        ).run()
+        )
+        served = client.model(model or "")
+        print(f"{served.name} at {server}; /help lists what can be said besides")
+        conversation.run()
 
 
 @app.command(short_help="Say what this machine has for serving.")

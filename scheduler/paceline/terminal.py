@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import Final, Protocol
 
 from rich.console import Console
 
-from paceline.client import AsyncClient, ChatMessage, Client, ClientOptions, Finished, GenerateOptions, Generation
+from paceline.client import (
+    AsyncClient,
+    ChatMessage,
+    Client,
+    ClientOptions,
+    Finished,
+    GenerateOptions,
+    Generation,
+    build_request,
+)
 from paceline.errors import PacelineError
 
 # What a model writes must not move the cursor or rename the window.
@@ -67,6 +78,9 @@ class Chat:
         client: closed by whoever made it.
         options: of every answer.
         system: what the model is told about itself; "" for nothing.
+
+    Raises:
+        InvalidArgument: an option, or a text for the model, that no request can carry.
     """
 
     def __init__(self, client: Client, options: GenerateOptions, system: str = "") -> None:
@@ -77,11 +91,13 @@ class Chat:
         self._unanswered: str | None = None  # the last question, if it failed
         self._finished: list[Finished] = []
         self._console = Console(highlight=False, soft_wrap=True)
+        build_request(self._messages(""), **options)
 
     def run(self) -> None:
         """Read, ask and print in turn. An answer that fails is told, and does not end the chat."""
         with suppress(ImportError):  # input() then has a history, and keys to edit the line with
             import readline  # noqa: F401
+        _tolerate()
         while True:
             try:
                 line = input(PROMPT).strip()
@@ -128,9 +144,10 @@ class Chat:
 
     def _ask(self, question: str) -> None:
         self._unanswered = question
-        generation = self._client.generate(self._messages(question), **self._options)
         parts: list[str] = []
+        finished: Finished | None = None
         try:
+            generation = self._client.generate(self._messages(question), **self._options)
             for delta in generation:
                 parts.append(delta.text)
                 print(CONTROLS.sub("\N{REPLACEMENT CHARACTER}", delta.text), end="", flush=True)
@@ -139,12 +156,13 @@ class Chat:
         except PacelineError as error:
             note = str(error)
         else:
-            assert generation.finished is not None, "a stream without its end is an error"
-            self._finished.append(generation.finished)
-            note = _figures([generation.finished])
+            finished = generation.finished
+            assert finished is not None, "a stream without its end is an error"
+            self._finished.append(finished)
+            note = _figures([finished])
         if parts:
             print()
-        if parts or generation.finished:
+        if parts or finished:
             self._answered.append((question, "".join(parts)))
             self._unanswered = None
         self._note(note)
@@ -157,6 +175,13 @@ class Chat:
 
     def _note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False)
+
+
+def _tolerate() -> None:
+    """What is not UTF-8 ends nothing: it is refused as a question, and shown as it can be."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _figures(answers: Sequence[Finished]) -> str:

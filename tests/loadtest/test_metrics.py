@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline_loadtest import LoadConfig, RequestRecord, summarize
+from paceline_loadtest import LoadConfig, RequestOptions, RequestRecord, summarize
 from paceline_loadtest.clients import Outcome, SpeculationCounts
 from paceline_loadtest.metrics import Distribution, SpeculationTotals, describe, percentile
 from paceline_loadtest.report import render, to_json
@@ -165,8 +165,8 @@ def test_json_values() -> None:
 
 
 def test_json_has_no_infinity() -> None:
-    result = report_json(LoadConfig(num_prompts=3, burstiness=math.inf))
-    assert (result["request_rate"], result["burstiness"]) == ("inf", "inf")
+    result = report_json(LoadConfig(num_prompts=3, burstiness=math.inf, options=RequestOptions(timeout=math.inf)))
+    assert (result["request_rate"], result["burstiness"], result["timeout"]) == ("inf", "inf", "inf")
 
 
 def rendered(config: LoadConfig) -> str:

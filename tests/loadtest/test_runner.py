@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -184,10 +185,14 @@ def test_targets_that_nothing_speaks(target: str) -> None:
 # ---- Command line --------------------------------------------------------------------------------------------------
 
 
-async def command(*arguments: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "paceline_loadtest", *arguments, stdout=-1, stderr=-1
     )
+
+
+async def command(*arguments: str) -> tuple[int, str, str]:
+    process = await start(*arguments)
     out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
@@ -213,6 +218,7 @@ async def test_the_command(server: FakeServer, tmp_path: Path) -> None:
     assert "2 / 2" in text
     result = json.loads(out.read_text())
     assert (result["completed"], result["failed"], result["errors_by_code"]) == (2, 2, {"UNAVAILABLE": 2})
+    assert result["interrupted"] is False
     assert (result["machine"], result["speculation"], result["max_tokens"]) == ("here", "off", [3, 5])
     assert len(server.requests) == 5
 
@@ -224,6 +230,26 @@ async def test_the_command_fails_when_every_request_did(server: FakeServer, tmp_
     code, text, _ = await command("--target", target, "--num-prompts", "2", "--prompts", str(prompts))
     assert code == 1
     assert "INTERNAL" in text
+
+
+async def test_control_c_ends_the_run_and_loses_nothing(server: FakeServer, tmp_path: Path) -> None:
+    lines, out = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    prompts = ["a", "hang"]
+    lines.write_text("".join(f'{{"prompt": "{prompt}"}}\n' for prompt in prompts))
+    configs = (LoadConfig(num_prompts=2, seed=seed) for seed in count())
+    seed = next(config.seed for config in configs if [one.prompt for one in plan(config, prompts).requests] == prompts)
+    options = ["--num-prompts", "4", "--max-concurrency", "1", "--seed", f"{seed}", "--json", f"{out}"]
+    process = await start("--target", f"grpc://{server.address}", "--prompts", f"{lines}", *options)
+    while len(server.requests) < 2:  # noqa: ASYNC110 the server has no event for this
+        await asyncio.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    text, errors = await process.communicate()
+    assert (process.returncode, b"Traceback" in errors) == (130, False)
+    assert "after 1 of 4 requests" in text.decode()
+    result = json.loads(out.read_text())
+    assert (result["interrupted"], result["completed"], result["failed"]) == (True, 1, 0)
+    assert (result["num_prompts"], result["output_lens"]) == (4, [4])
+    assert result["duration"] == pytest.approx(result["start_times"][0] + result["latencies"][0])
 
 
 @pytest.mark.parametrize(

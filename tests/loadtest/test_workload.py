@@ -107,6 +107,8 @@ def test_lengths_cover_their_range() -> None:
         ("max_tokens", (6, 5)),
         ("temperature", -0.1),
         ("timeout", 0.0),
+        ("timeout", math.nan),
+        ("timeout", True),
     ],
 )
 def test_values_out_of_range_are_named(name: str, value: Any) -> None:

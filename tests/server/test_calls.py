@@ -26,6 +26,7 @@ KINDS = {
 }
 STYLES = [*KINDS, "unary_stream generator", "stream_stream generator"]
 MANY = 1 << 20  # messages that no client reads
+MAX_MESSAGE_BYTES = 1000
 
 
 class Handlers:
@@ -109,7 +110,7 @@ class Served:
     def __init__(self, gate: Any) -> None:
         self.handlers = Handlers()
         self.seen: list[tuple[Call, grpc.StatusCode]] = []
-        calls = Calls(gate, [self.observe])
+        calls = Calls(gate, MAX_MESSAGE_BYTES, [self.observe])
         self.server = grpc.aio.server(interceptors=[calls])
         handlers = {
             style.replace(" ", "_"): KINDS[style.split()[0]](

@@ -54,7 +54,7 @@ class Talk:
 
     def say(self, line: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n".encode())
+        self.process.stdin.write(f"{line}\n".encode(errors="surrogateescape"))
 
     async def hear(self, pattern: str) -> str:
         """Read until the pattern is there; gives what is before it."""
@@ -96,8 +96,8 @@ StartChat: TypeAlias = Callable[..., Awaitable[Talk]]
 async def chat() -> AsyncIterator[StartChat]:
     started: list[asyncio.subprocess.Process] = []
 
-    async def chat_with(address: str, *arguments: str) -> Talk:
-        process = await start("chat", "--server", address, "--max-tokens", "6", *arguments)
+    async def chat_with(address: str, *arguments: str, env: Mapping[str, str] | None = None) -> Talk:
+        process = await start("chat", "--server", address, "--max-tokens", "6", *arguments, env=env)
         started.append(process)
         talk = Talk(process)
         assert await talk.hear(r"; /help lists what can be said besides\n> ") == f"{MODEL} at {address}"
@@ -195,6 +195,31 @@ async def test_an_answer_that_fails_can_be_asked_for_again(serving: Serving, cha
     assert re.fullmatch("CANCELLED: .*", await talk.hear(r"\n> "))
     assert (await talk.ask("/retry"))[0] == await answer_to(serving, "hello")
     await talk.leave()
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+async def test_what_is_not_utf8_does_not_end_the_chat(free: Serving, chat: StartChat, errors: str) -> None:
+    """Which of the two Python takes is the locale's to say."""
+    talk = await chat(free.address, env={"PYTHONIOENCODING": f"utf-8:{errors}"})
+    hello = (await talk.ask("hello"))[0]
+    [told] = await talk.ask("caf\udce9")
+    assert told == r"chat.messages[2].content = 'caf\udce9': must be text that UTF-8 can hold"
+    assert (await talk.ask("go on"))[0] == await answer_to(free, "hello", hello, "go on")
+    [told] = await talk.ask("/caf\udce9")
+    assert re.fullmatch(r"no command /caf.*; /help has them", told)
+    await talk.leave()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--max-tokens", "-1", "stop.max_tokens = -1: must be an integer in 0..2^32-1"),
+        ("--system", "caf\udce9", r"chat.messages[0].content = 'caf\udce9': must be text that UTF-8 can hold"),
+    ],
+)
+async def test_what_can_never_work_is_refused_at_the_start(free: Serving, option: str, value: str, said: str) -> None:
+    code, output, error = await run("chat", "--server", free.address, option, value)
+    assert (code, output, error) == (2, "", f"paceline: {said}\n")
 
 
 async def test_a_model_cannot_steer_the_terminal() -> None:

@@ -228,11 +228,49 @@ async def test_tls(certificates: Certificates, mutual: bool, options: dict[str, 
         ({"client_certificate": "x", "client_key": "x"}, "tls = False: must be set where there is"),
         ({"tls": True, "credentials": grpc.ssl_channel_credentials()}, "must be given alone"),
         ({"max_retries": -1}, "max_retries = -1: must be at least 0"),
+        ({"api_key": 5}, r"api_key = '\(not shown\)': must be printable"),
+        ({"credentials": KEY}, r"credentials = '\(not shown\)': must be grpc.ChannelCredentials"),
     ],
 )
 def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=message):
         Client("localhost:1", **options)
+
+
+@pytest.mark.parametrize("key", ["X-Team", "", "two words", "x:y", "naïve", "grpc-timeout", "line\n", 5, b"x"])
+def test_metadata_keys_that_grpc_does_not_take(key: Any) -> None:
+    with pytest.raises(errors.InvalidArgument) as caught:
+        Client("localhost:1", metadata={key: "v"})
+    assert str(caught.value).startswith(f"metadata = {key!r}: must be keys of")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"x-team": "blue\nred"}, "'x-team: (not shown)': must be printable ASCII text"),
+        ({"x-team": "bläu"}, "'x-team: (not shown)': must be printable ASCII text"),
+        ({"x-team": b"blue"}, "'x-team: (not shown)': must be printable ASCII text"),
+        ({"x-team": 5}, "'x-team: (not shown)': must be printable ASCII text"),
+        ({"x-team": None}, "'x-team: (not shown)': must be printable ASCII text"),
+        ({"x-team-bin": "blue"}, "'x-team-bin: (not shown)': must be bytes where the key ends"),
+        ([("x-team", "blue")], "'(not shown)': must be a mapping of keys to values"),
+        ("x-team", "'(not shown)': must be a mapping of keys to values"),
+    ],
+)
+def test_metadata_values_that_grpc_does_not_take(metadata: Any, message: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as caught:
+        Client("localhost:1", metadata=metadata)
+    assert str(caught.value).startswith(f"metadata = {message}")
+    assert not any(word in str(caught.value) for word in ("blue", "bläu"))
+
+
+async def test_metadata_that_grpc_takes(server: FakeServer) -> None:
+    metadata = {"x_a.b-0": "two words~", "empty": "", "trace-bin": b"\x00\xff"}
+    async with AsyncClient(server.address, metadata=metadata) as client:
+        await client.complete("hello")
+    with Client(server.address, metadata=metadata) as blocking:
+        await asyncio.to_thread(blocking.complete, "hello")
+    assert [{key: sent[key] for key in metadata} for sent in server.metadata] == [metadata] * 2
 
 
 def test_options_that_do_not_exist() -> None:

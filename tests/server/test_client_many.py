@@ -15,9 +15,11 @@ from google.protobuf.duration_pb2 import Duration
 from fake_server import CANNED, SEVERAL
 from paceline import errors
 from paceline.client import AsyncClient, Completion, Generation, ManyGenerations, RpcError
+from paceline.server import ServerSettings
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
 from support.serving import PATIENCE, Serving
+from support.serving import serving as serving_context
 
 Context = grpc.aio.ServicerContext[pb.GenerateManyRequest, pb.GenerateManyResponse]
 
@@ -310,3 +312,16 @@ async def test_against_the_server_itself(free: Serving) -> None:
             await (await many.start("")).collect()
     assert [made.token_ids for made in together] == [made.token_ids for made in apart]
     await free.until(lambda: free.idle)
+
+
+async def test_a_request_that_is_too_large_is_one_generations() -> None:
+    async with serving_context(settings=ServerSettings(max_message_bytes=1000)) as served:
+        async with AsyncClient(served.address) as client, client.many() as many:
+            live = await many.start("live", max_tokens=8)
+            with pytest.raises(errors.ResourceExhausted, match=r"at most 1000 \(--max-message-size\)") as caught:
+                await (await many.start("x" * 1000)).collect()
+            assert caught.value.reason == errors.Reason.RESOURCE_EXHAUSTED
+            served.runner.open()
+            assert len((await live.collect()).token_ids) == 8
+            assert (await (await many.start("x" * 900, max_tokens=1)).collect()).token_ids
+        await served.until(lambda: served.idle)

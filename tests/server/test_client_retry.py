@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -13,6 +15,7 @@ from fake_server import FakeServer, fake_server
 from paceline import errors
 from paceline.client import AsyncClient, Client, Completion
 from paceline.client.errors import error_for
+from paceline.client.request import LONGEST_TIME
 from paceline.client.retry import FIRST_BACKOFF, JITTER, LONGEST_BACKOFF, Attempts, RetryPolicy
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -214,3 +217,51 @@ async def test_health_is_asked_once() -> None:
         client._connection.retries = RetryPolicy(jitter=lambda: pytest.fail("a retry"))
         with pytest.raises(errors.Unavailable):
             await client.health()
+
+
+# ---- Timeouts ------------------------------------------------------------------------------------------------------
+
+NO_TIMEOUTS = [0, 0.0, -1.0, -math.inf, math.nan, True, "5", [5.0]]
+
+
+@pytest.mark.parametrize("timeout", NO_TIMEOUTS, ids=repr)
+def test_what_is_no_timeout(timeout: Any) -> None:
+    with pytest.raises(errors.InvalidArgument) as caught:
+        attempts(timeout)
+    assert str(caught.value) == f"timeout = {timeout!r}: must be seconds above 0, or None"
+
+
+@pytest.mark.parametrize("timeout", [None, math.inf, 1e300, 10**400, 9e9])
+def test_more_than_can_be_counted_has_no_end(timeout: float | None) -> None:
+    assert attempts(timeout)[0].remaining() is None
+
+
+async def test_the_longest_timeout_there_is(complete: Complete, server: FakeServer) -> None:
+    await complete("hello", timeout=LONGEST_TIME)
+    await complete("hello", timeout=math.inf)
+    longest, endless = server.time_left
+    assert longest is not None
+    assert longest > 9e7, "gRPC sends at most 27000 hours"
+    assert endless is None
+
+
+async def test_every_call_checks_its_timeout(server: FakeServer) -> None:
+    refused = pytest.raises(errors.InvalidArgument, match=r"timeout = nan: must be")
+    async with AsyncClient(server.address) as client, client.many() as many:
+        with refused:
+            client.generate("hello", timeout=math.nan)  # before it is read
+        for call in (client.complete, client.complete_all, many.start, client.tokenize):
+            with refused:
+                await call("hello", timeout=math.nan)
+        for ask in (client.models, client.health, client.admin.load, client.admin.drain):
+            with refused:
+                await ask(timeout=math.nan)
+        with refused:
+            await client.admin.cancel("r-1", timeout=math.nan)
+    with Client(server.address) as blocking:
+        with refused:
+            blocking.generate("hello", timeout=math.nan)
+        for question in (blocking.models, blocking.health, blocking.admin.load):
+            with refused:
+                question(timeout=math.nan)
+    assert server.requests == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import AsyncIterator
+
 import grpc
 import pytest
 
@@ -70,10 +73,31 @@ async def test_lists(free: Serving, message: pb.GenerateRequest, field: str) -> 
     assert error.details() == f"{field} = '{MAX_ITEMS + 1} values': must be at most {MAX_ITEMS} values"
 
 
-async def test_messages() -> None:
-    """The library refuses them unread."""
+@pytest.fixture
+async def narrow() -> AsyncIterator[Serving]:
+    """A server of small messages."""
     async with serving_context(settings=ServerSettings(max_message_bytes=1000)) as served:
         served.runner.open()
-        error = await failure(served.stub.Generate(request("x" * 1000)))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert [response async for response in served.stub.Generate(request("x" * 900))]
+        yield served
+
+
+async def test_messages(narrow: Serving) -> None:
+    error = await failure(narrow.stub.Generate(request("x" * 1000)))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    said = r"the request has 10\d\d bytes, and this server takes at most 1000 \(--max-message-size\)"
+    assert re.fullmatch(said, str(error.details()))
+    assert details_of(error)["ErrorInfo"].reason == Reason.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
+    assert dict(error.trailing_metadata() or ())["grpc-retry-pushback-ms"] == "-1"
+    assert [response async for response in narrow.stub.Generate(request("x" * 900))]
+
+
+async def test_messages_that_the_library_refuses_unread(narrow: Serving) -> None:
+    error = await failure(narrow.stub.Generate(request("x" * 4000)))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "max" in str(error.details())
+
+
+async def test_the_largest_limit() -> None:
+    async with serving_context(settings=ServerSettings(max_message_bytes=(1 << 31) - 1)) as served:
+        served.runner.open()
+        assert [response async for response in served.stub.Generate(request())]

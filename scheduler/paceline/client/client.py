@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from paceline.client.admin import AsyncAdmin
-from paceline.client.connection import CallOptions, ClientOptions, Connection
+from paceline.client.connection import CallOptions, ClientOptions, Connection, Metadata
 from paceline.client.errors import RpcError, own_errors
 from paceline.client.generation import GenerateCall, Generation
 from paceline.client.health import HealthStatus, ask_health
@@ -20,7 +20,7 @@ from paceline.client.models import Model, ask_model, ask_models, ask_text, ask_t
 from paceline.client.question import Question
 from paceline.client.request import GenerateOptions, Prompt, build_request
 from paceline.client.results import Completion
-from paceline.client.retry import Attempts, RetryPolicy
+from paceline.client.retry import Attempts, RetryPolicy, check_timeout
 from paceline.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class AsyncClient:
 
         Args:
             prompt: a text, token ids, or the turns of a chat.
-            timeout: seconds the generation may take, retries included, as the deadline of the RPC.
+            timeout: seconds above 0 that the generation may take, retries included, as the deadline of the RPC.
             traceparent: the span that the call belongs to (W3C trace context).
             options: see `GenerateOptions`.
 
@@ -105,6 +105,7 @@ class AsyncClient:
     ) -> Generation:
         """`generate` for a message made by hand, which may use all of the contract."""
         metadata = self._connection.generation_metadata(request, traceparent)
+        timeout = check_timeout(timeout)  # not only when it is read
 
         def start(remaining: float | None) -> GenerateCall:
             method: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]
@@ -209,7 +210,7 @@ class AsyncClient:
         self,
         question: Question[T],
         attempts: Attempts,
-        metadata: tuple[tuple[str, str], ...],
+        metadata: Metadata,
         wait_for_ready: bool = False,
     ) -> T:
         while True:

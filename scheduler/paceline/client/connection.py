@@ -15,7 +15,7 @@ from paceline.errors import InvalidArgument
 from paceline.options import check_names
 from paceline.v1 import generation_pb2 as pb
 
-Metadata: TypeAlias = tuple[tuple[str, str], ...]
+Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 _MIB: Final = 1024 * 1024
 _CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
@@ -38,6 +38,8 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 # What headers carry unchanged.
 _NAME: Final = re.compile(r"[!-~]{1,128}")
 _KEY: Final = re.compile(r"[!-~]+")
+_METADATA_KEY: Final = re.compile(r"(?!grpc-)[0-9a-z_.-]+")
+_METADATA_TEXT: Final = re.compile(r"[ -~]*")
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 # Where gRPC would say nothing of a target that it misreads: without a port it asks port 443.
 _ADDRESS: Final = re.compile(r"(?:\[[^\[\]\s]+\]|[^\[\]\s:/]+):(\d{1,5})")
@@ -53,7 +55,7 @@ class ClientOptions(TypedDict, total=False):
     `tls`: True trusts the authorities that come with gRPC, a path those in that PEM file; without it the connection is
     plaintext. `client_certificate` and `client_key`, paths of PEM files, say who the client is (mTLS). The files are
     read at once. `credentials`, made by hand, stand for all of these.
-    `metadata` goes out with every call; keys in lower case.
+    `metadata` goes out with every call: keys in lower case, texts in ASCII; bytes where the key ends with "-bin".
     `max_retries` (3) of a call that the server could not take, before it has answered anything; 0 for none.
     """
 
@@ -63,15 +65,15 @@ class ClientOptions(TypedDict, total=False):
     client_certificate: str | Path | None
     client_key: str | Path | None
     credentials: grpc.ChannelCredentials | None
-    metadata: Mapping[str, str] | None
+    metadata: Mapping[str, str | bytes] | None
     max_retries: int
 
 
 class CallOptions(TypedDict, total=False):
     """The keyword arguments of every call but a generation's.
 
-    `timeout`: seconds that the call may take, retries included, as its deadline. `request_id`: its name in the server's
-    logs. `traceparent`: the span it belongs to (W3C trace context).
+    `timeout`: seconds above 0 that the call may take, retries included, as its deadline. `request_id`: its name in the
+    server's logs. `traceparent`: the span it belongs to (W3C trace context).
     """
 
     timeout: float | None
@@ -96,13 +98,13 @@ class Connection:
             raise InvalidArgument("max_retries", max_retries, "at least 0")
         self.target = target
         self.credentials = _credentials(options)
-        self.metadata: Metadata = tuple((options.get("metadata") or {}).items())
+        self.metadata = _metadata(options.get("metadata"))
         self.retries = RetryPolicy(max_retries)
         # Between here and here a proxy of the environment has no business.
         self.channel_options = (*_CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not is_local(target))))
         api_key = options.get("api_key")
         if api_key is not None:
-            if not _KEY.fullmatch(api_key):
+            if not isinstance(api_key, str) or not _KEY.fullmatch(api_key):
                 raise InvalidArgument("api_key", "(not shown)", "printable ASCII characters without blanks")
             if self.credentials is None and not is_local(target) and not options.get("allow_plaintext_key"):
                 allowed = "left out without TLS, unless allow_plaintext_key is set: everybody on the way could read it"
@@ -160,11 +162,33 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
+def _metadata(given: Mapping[str, str | bytes] | None) -> Metadata:
+    """As gRPC takes it. Raises InvalidArgument, which shows no value: it may be a secret."""
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping):
+        raise InvalidArgument("metadata", "(not shown)", "a mapping of keys to values")
+    for key, value in given.items():
+        if not isinstance(key, str) or not _METADATA_KEY.fullmatch(key):
+            raise InvalidArgument(
+                "metadata", key, 'keys of 0-9, a-z, "_", "-" and ".", which do not begin with "grpc-"'
+            )
+        if key.endswith("-bin"):
+            carried, allowed = isinstance(value, bytes), 'bytes where the key ends with "-bin"'
+        else:
+            carried, allowed = isinstance(value, str) and bool(_METADATA_TEXT.fullmatch(value)), "printable ASCII text"
+        if not carried:
+            raise InvalidArgument("metadata", f"{key}: (not shown)", allowed)
+    return tuple(given.items())
+
+
 def _credentials(options: ClientOptions) -> grpc.ChannelCredentials | None:
     given = options.get("credentials")
     tls = options.get("tls", False)
     certificate, key = options.get("client_certificate"), options.get("client_key")
     if given is not None:
+        if not isinstance(given, grpc.ChannelCredentials):
+            raise InvalidArgument("credentials", "(not shown)", "grpc.ChannelCredentials")
         if tls or certificate is not None or key is not None:
             raise InvalidArgument("credentials", given, "given alone, without tls and client_certificate")
         return given

@@ -15,11 +15,26 @@ from typing import Final
 import grpc
 
 from paceline.client.errors import RpcError
+from paceline.client.request import LONGEST_TIME
+from paceline.errors import InvalidArgument
 
 RETRIED: Final = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 FIRST_BACKOFF: Final = 0.2  # seconds, doubled with every retry
 LONGEST_BACKOFF: Final = 5.0
 JITTER: Final = 0.5  # of a delay, added at most, so that those who were refused together do not come back together
+
+
+def check_timeout(timeout: object) -> float | None:
+    """Seconds that a call may take. None has no end, and so has what is longer than gRPC can count, such as inf.
+
+    Raises:
+        InvalidArgument: no number above 0.
+    """
+    if timeout is None:
+        return None
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+        raise InvalidArgument("timeout", timeout, "seconds above 0, or None")
+    return timeout if timeout <= LONGEST_TIME else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +52,12 @@ class RetryPolicy:
     clock: Callable[[], float] = time.monotonic
 
     def begin(self, timeout: float | None) -> Attempts:
-        """A call begins, which may take `timeout` seconds, its retries and the time between them included."""
-        return Attempts(self, timeout)
+        """A call begins, which may take `timeout` seconds, its retries and the time between them included.
+
+        Raises:
+            InvalidArgument: see `check_timeout`.
+        """
+        return Attempts(self, check_timeout(timeout))
 
 
 class Attempts:

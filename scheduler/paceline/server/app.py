@@ -54,6 +54,10 @@ SERVICES: Final = (SERVICE_NAME, MODEL_SERVICE, ADMIN_SERVICE)
 HEALTH_NAME: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 # What handlers get, in seconds, to send their last message once the engine has nothing more to say.
 FLUSH_SECONDS: Final = 2.0
+# A message of up to so many times --max-message-size is refused by us, and alone: others on its stream live on. What is
+# larger the library refuses, unread, and with it the RPC.
+MESSAGE_FACTOR: Final = 4
+MOST_BYTES: Final = (1 << 31) - 1  # that the library lets be said
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -83,11 +87,11 @@ class GrpcServer:
         self._engine: AsyncEngine | None = None
         self.live = LiveGenerations()
         self.metrics_port: int | None = None
-        self._service = GenerationService(self.live, bounds)
+        self._service = GenerationService(self.live, bounds, settings.max_message_bytes)
         self._models = ModelService()
         self._admin = AdminService(self.live, self.drain)
         self._health = Health(SERVICES)
-        self.calls = Calls(gate or OpenGate(), [log_access])
+        self.calls = Calls(gate or OpenGate(), settings.max_message_bytes, [log_access])
         self._metrics = Metrics()
         self._endpoint = MetricsEndpoint(self._metrics.render)
         self._metrics_address = (settings.metrics_host, settings.metrics_port)
@@ -232,7 +236,7 @@ def _options(settings: ServerSettings) -> list[tuple[str, int]]:
     silence = round(settings.keepalive * 1000)
     return [
         *OPTIONS,
-        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_receive_message_length", min(MESSAGE_FACTOR * settings.max_message_bytes, MOST_BYTES)),
         # A peer that hangs is noticed only with both timeouts: keep-alive alone does not do it.
         ("grpc.keepalive_time_ms", silence),
         ("grpc.keepalive_timeout_ms", silence // 2),

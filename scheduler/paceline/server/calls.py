@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from paceline.errors import InvalidArgument, PacelineError, PermissionDenied, Reason, brief
+from paceline.errors import InvalidArgument, PacelineError, PermissionDenied, Reason, ResourceExhausted, brief
 from paceline.server.status import REQUEST_ID_KEY, abort
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -141,6 +141,13 @@ def internal_error(request_id: str) -> PacelineError:
     return PacelineError(f"internal error; the server's log has it under request {request_id}")
 
 
+def check_size(num_bytes: int, most: int) -> None:
+    """Raises ResourceExhausted: a request of so many bytes is larger than it may be."""
+    if num_bytes > most:
+        text = f"the request has {num_bytes} bytes, and this server takes at most {most} (--max-message-size)"
+        raise ResourceExhausted(text)
+
+
 class Calls(grpc.aio.ServerInterceptor):
     """Around every handler: handlers raise errors of `paceline.errors`, and clients see statuses; what is no such error
     is logged, and the client learns nothing of it.
@@ -151,12 +158,14 @@ class Calls(grpc.aio.ServerInterceptor):
 
     Args:
         gate: decides before anything of the request is looked at.
+        max_message_bytes: of a request. A stream of requests outlives one that is too large: its handler judges them.
         observers: see `Observer`; they must not raise.
     """
 
-    def __init__(self, gate: Gate, observers: Sequence[Observer] = ()) -> None:
+    def __init__(self, gate: Gate, max_message_bytes: int, observers: Sequence[Observer] = ()) -> None:
         self.gate = gate
         self.observers = list(observers)
+        self._max_message_bytes = max_message_bytes
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -184,7 +193,7 @@ class Calls(grpc.aio.ServerInterceptor):
             with self._call(method, context) as call:
                 try:
                     call.caller = call.admit()
-                    asked = _each(parse, request) if handler.request_streaming else parse(request)
+                    asked = _each(parse, request) if handler.request_streaming else self._read(parse, request)
                     answer = behaviour(asked, context)
                     if not hasattr(answer, "__aiter__"):
                         return await answer
@@ -199,6 +208,10 @@ class Calls(grpc.aio.ServerInterceptor):
                     await abort(context, internal_error(call.request_id), call.request_id)
 
         return handler._replace(request_deserializer=None, **{kind: respond})
+
+    def _read(self, parse: Callable[[bytes], Any], data: bytes) -> Any:
+        check_size(len(data), self._max_message_bytes)
+        return parse(data)
 
     @contextmanager
     def _call(self, method: str, context: Context) -> Iterator[Call]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -12,7 +12,7 @@ import grpc
 
 from paceline.engine import AsyncEngine
 from paceline.errors import Reason, Unavailable
-from paceline.server.calls import current_call
+from paceline.server.calls import check_size, current_call
 from paceline.server.convert import check_model, read_hold, read_request, read_request_id
 from paceline.server.delivery import Delivery
 from paceline.server.live import LiveGenerations
@@ -33,12 +33,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     Args:
         bounds: of what may wait for a client to read it.
+        max_message_bytes: of each request on a stream of many.
     """
 
-    def __init__(self, live: LiveGenerations, bounds: ReaderBounds = ReaderBounds()) -> None:
+    def __init__(self, live: LiveGenerations, bounds: ReaderBounds, max_message_bytes: int) -> None:
         self._engine: AsyncEngine | None = None
         self._live = live
         self._bounds = bounds
+        self._max_message_bytes = max_message_bytes
         self._many: set[ManyGenerations] = set()
         self._closing = False
 
@@ -83,8 +85,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """Many prompts, one stream of messages."""
         if self._closing:
             raise Unavailable("the server is shutting down", reason=Reason.DRAINING)
+
+        def deliver(request: pb.GenerateRequest, name: str) -> AbstractAsyncContextManager[Delivery]:
+            check_size(request.ByteSize(), self._max_message_bytes)
+            return self._deliver(request, name, context)
+
         async with watched(self._bounds) as watch:
-            many = ManyGenerations(lambda request, name: self._deliver(request, name, context), context, watch)
+            many = ManyGenerations(deliver, context, watch)
             self._many.add(many)
             try:
                 await many.serve(requests)

@@ -26,7 +26,7 @@ class ServerSettings:
         client_ca: PEM file; demands client certificates that it has signed.
         insecure: other machines may reach a server that does not protect itself.
         reflection, health: services that are served, or not.
-        max_message_bytes: of one request.
+        max_message_bytes: of one request; up to four times that is received, to be refused.
         keepalive: seconds of silence after which a peer is asked for a sign of life; it has half as long to answer.
         metrics_port: where metrics are served, in plaintext and to everybody who can reach it; None: nowhere.
         metrics_host: address to serve them on.
