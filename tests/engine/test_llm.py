@@ -170,7 +170,10 @@ def test_a_value_of_another_type_is_named_and_runs_nothing(options: Any, field: 
     assert LLM.from_engine(engine).generate([1], max_tokens=5)[0].token_ids == expected([1], 5)[0]
 
 
-@pytest.mark.parametrize("prompt", [[1, 2.5], [1, {"role": "user", "content": "x"}], [1.5], [b"ab"], [None], None, 5, {}])
+MESSAGE = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize("prompt", [[1, 2.5], [1, MESSAGE], [1.5], [b"ab"], [None], None, 5, {}])
 def test_what_is_no_prompt(prompt: Any) -> None:
     with pytest.raises(InvalidArgument) as caught:
         LLM.from_engine(make_engine()).generate(prompt)
