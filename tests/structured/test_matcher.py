@@ -544,6 +544,16 @@ def test_a_full_lexer_is_replaced(tokenizer: PreTrainedTokenizerBase, monkeypatc
     assert renewed
 
 
+def test_a_full_lexer_is_no_end(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "LIMITS", LLParserLimits(max_lexer_states=300, verbose_errors=False))
+    grammar = LLGuidanceCompiler(tokenizer, PADDED, [EOS]).compile(regex(f"ca*|{TWINS.text}"))
+    letters = [encode(tokenizer, letter)[0] for letter in "ab"]
+    matcher = matcher_behind(grammar, encode(tokenizer, "c"))
+    grammar.matcher().masks(random.Random(0).choices(letters, k=200))  # fills the lexer that both have
+    assert not matcher.ended
+    assert matcher.advance([*encode(tokenizer, "aa"), EOS])
+
+
 @pytest.mark.parametrize(
     "spec", [lark('start: a "!"\na[max_tokens=5]: /[a-z]+/'), lark('start: a "!"\na[stop="z"]: /[a-y]*/')]
 )

@@ -63,9 +63,11 @@ class LLGuidanceMatcher:
 
     @property
     def ended(self) -> bool:
-        if self._failure is not None:
-            return False
-        return self._closed or (self._accepting() and not self._text_that_follows(self._parser).any())
+        if self._failure is not None or self._closed:
+            return self._failure is None
+        if self._row(()) is None:  # a full lexer looks like an end: a new one has the last word
+            self.masks([])
+        return self._failure is None and self._accepting() and not (self._rows[()] & self._vocabulary.text).any()
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         for position, token_id in enumerate(token_ids):
