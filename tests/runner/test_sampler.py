@@ -154,6 +154,18 @@ def test_an_extreme_repetition_penalty_leaves_a_distribution(penalty: float) -> 
     torch.testing.assert_close(probs.sum(-1), torch.ones(1))
 
 
+@pytest.mark.parametrize("penalty", [1e39, 1e300, 1e-46, 1e-300])
+def test_a_repetition_penalty_that_float32_cannot_hold_leaves_zero_alone(penalty: float) -> None:
+    """0 times infinity is no number. The token that was not there before is still the most probable one."""
+    logits = torch.tensor([[0.0, 0.0, -1.0, 5.0]])
+    positions = positions_of(make_sequence((0, 1, 2), repetition_penalty=penalty))
+    assert edit_(logits, [positions]) == []
+    assert logits[0, [0, 1, 3]].tolist() == [0, 0, 5]
+    assert torch.isfinite(logits).all()
+    assert ops.argmax(logits).tolist() == [3]
+    assert torch.isfinite(distribution_(logits, [positions])).all()
+
+
 def test_numbers_beyond_what_tensors_hold() -> None:
     """Python's own are as large as one likes."""
     vast = positions_of(make_sequence(temperature=1e300, top_k=10**20, typical_p=0.9))

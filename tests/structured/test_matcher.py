@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
@@ -39,6 +39,10 @@ PERSON = json_schema(
 ARITHMETIC = lark('start: sum\nsum: NUMBER | sum "+" NUMBER | "(" sum ")"\nNUMBER: /[0-9]{1,3}/')
 COLOURS = choice("red", "redder", "blue", "green")
 DATE = regex(r"[0-9]{4}-[0-9]{2}(-[0-9]{2})?")
+NESTED = {
+    "(": lark('start: e\ne: "(" e ")" e | ""'),
+    "[": json_schema('{"type": "array", "items": {"$ref": "#"}}'),
+}
 
 
 def matcher_behind(grammar: Grammar, token_ids: Sequence[int]) -> Matcher:
@@ -202,11 +206,14 @@ def drafts_and_text(draw: st.DrawFn) -> tuple[GrammarSpec, random.Random, int, i
     return spec, rng, draw(st.integers(0, 12)), draw(st.integers(0, 5)), draw(token_ids_of_any_kind)
 
 
-def walk(matcher: Matcher, rng: random.Random, num_tokens: int) -> list[int]:
-    """Advance by random tokens that the mask allows; all that were taken."""
+def walk(matcher: Matcher, rng: random.Random, num_tokens: int, among: Collection[int] = range(PADDED)) -> list[int]:
+    """Advance by random tokens that the mask allows, while there are some `among` these; all that were taken."""
     taken: list[int] = []
     while len(taken) < num_tokens and EOS not in taken:
-        taken.append(rng.choice(follows(matcher)))
+        choices = [token_id for token_id in follows(matcher) if token_id in among]
+        if not choices:
+            break
+        taken.append(rng.choice(choices))
         assert matcher.advance(taken[-1:])
     return taken
 
@@ -237,6 +244,44 @@ def test_masks_behind_drafts_leave_everything_as_it_was(
     # And the drafts can be taken, as far as they go.
     assert matcher.advance(drafts[:position])
     assert np.array_equal(matcher.masks([]), matcher_behind(grammar, emitted + drafts[:position]).masks([]))
+
+
+def test_another_text_of_as_many_rows_has_another_mask(
+    compiler: LLGuidanceCompiler, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """llguidance's rollback left it the mask behind a rejected draft, which it then gave behind what was emitted."""
+    grammar = compiler.compile(NESTED["("])
+    matcher = matcher_behind(grammar, encode(tokenizer, "(("))
+    matcher.masks(encode(tokenizer, "("))
+    assert matcher.advance(encode(tokenizer, ")"))
+    assert follows(matcher) == follows(matcher_behind(grammar, encode(tokenizer, "(()")))
+    assert not set(encode(tokenizer, "))")) & set(follows(matcher))
+
+
+@pytest.mark.parametrize("opened", ["((", "[[["])
+@pytest.mark.parametrize("draft_by_draft", [False, True])
+def test_rejected_drafts_leave_no_trace(opened: str, draft_by_draft: bool) -> None:
+    """At every step against matchers that never saw a draft: texts differ by their depth, of which tokens tell."""
+    words = ["((", "))", ")))", "()", "[[", "]]", "]]]", "[]"]
+    tokenizer = byte_tokenizer(words)
+    grammar = LLGuidanceCompiler(tokenizer, 300, [258 + len(words)]).compile(NESTED[opened[0]])
+    brackets = {*b"()[],", *range(256, 256 + len(words))}
+    for seed in range(200):
+        rng = random.Random(seed)
+        emitted = [*opened.encode()]
+        matcher = matcher_behind(grammar, emitted)
+        for _ in range(9):
+            drafts = walk(matcher_behind(grammar, emitted), rng, rng.randrange(5), brackets)
+            untouched = [matcher_behind(grammar, emitted + drafts[:j]) for j in range(len(drafts) + 1)]
+            expected = [one.masks([])[0] for one in untouched]
+            if draft_by_draft:  # as a draft model asks
+                for j in range(len(drafts)):
+                    assert np.array_equal(matcher.mask(drafts[:j]), expected[j])
+            assert np.array_equal(matcher.masks(drafts), expected)
+            assert (matcher.forced(4), matcher.ended) == (untouched[0].forced(4), untouched[0].ended)
+            new = walk(untouched[0], rng, rng.randint(1, 2), brackets)
+            assert matcher.advance(new)
+            emitted += new
 
 
 def test_masks_differ_from_position_to_position(
@@ -497,6 +542,31 @@ def test_a_full_lexer_is_replaced(tokenizer: PreTrainedTokenizerBase, monkeypatc
             assert matcher.advance(drafts)
             assert matcher.failure is None
     assert renewed
+
+
+def test_a_full_lexer_is_no_end(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "LIMITS", LLParserLimits(max_lexer_states=300, verbose_errors=False))
+    grammar = LLGuidanceCompiler(tokenizer, PADDED, [EOS]).compile(regex(f"ca*|{TWINS.text}"))
+    letters = [encode(tokenizer, letter)[0] for letter in "ab"]
+    matcher = matcher_behind(grammar, encode(tokenizer, "c"))
+    grammar.matcher().masks(random.Random(0).choices(letters, k=200))  # fills the lexer that both have
+    assert not matcher.ended
+    assert matcher.advance([*encode(tokenizer, "aa"), EOS])
+
+
+@pytest.mark.parametrize(
+    "spec", [lark('start: a "!"\na[max_tokens=5]: /[a-z]+/'), lark('start: a "!"\na[stop="z"]: /[a-y]*/')]
+)
+def test_drafts_do_not_have_a_grammar_compiled_anew(
+    compiler: LLGuidanceCompiler, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, spec: GrammarSpec
+) -> None:
+    """Nor where llguidance knows no way back, as in these."""
+    grammar = compiler.compile(spec)
+    monkeypatch.setattr(grammar, "renewed_parser", None)
+    matcher = grammar.matcher()
+    for letter in "abcd":
+        matcher.masks(encode(tokenizer, "xy"))
+        assert matcher.advance(encode(tokenizer, letter))
 
 
 def test_a_full_lexer_is_replaced_while_reading(

@@ -28,6 +28,8 @@ from paceline.runner.positions import Positions
 
 # Beyond these float32 would divide by 0 or infinity; long before them, all mass is on the maximum, or on all alike.
 SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-30, 1e30
+# Beyond these a repetition penalty would be 0 or infinity in float32, and 0 times infinity is no number.
+SMALLEST_REPETITION, LARGEST_REPETITION = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 _mask_of = functools.lru_cache(maxsize=256)(mask_of)  # of a request's allowed tokens, which every step asks for
 
@@ -192,7 +194,8 @@ def _penalise(logits: Tensor, edited: list[tuple[int, Positions]]) -> None:
         sampling = positions.params.sampling
         if positions.sequence.counts is None:
             continue
-        values = [sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty]
+        repetition = min(max(sampling.repetition_penalty, SMALLEST_REPETITION), LARGEST_REPETITION)
+        values = [repetition, sampling.frequency_penalty, sampling.presence_penalty]
         for j in range(len(positions)):
             token_ids, count = positions.sequence.counts.behind(positions.behind(j))
             rows.append(np.full(len(token_ids), first_row + j))
@@ -204,9 +207,9 @@ def _penalise(logits: Tensor, edited: list[tuple[int, Positions]]) -> None:
     device = logits.device
     where = torch.from_numpy(np.concatenate(rows)).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)
     times = torch.from_numpy(np.concatenate(counts)).to(device)
-    repetition, frequency, presence = torch.from_numpy(np.concatenate(penalties, axis=1)).to(device)
+    divisor, frequency, presence = torch.from_numpy(np.concatenate(penalties, axis=1)).to(device)
     before = logits[where]
-    x = torch.where(before > 0, before / repetition, before * repetition)
+    x = torch.where(before > 0, before / divisor, before * divisor)
     x = x - frequency * times - presence * (times > 0)
     # However extreme the penalty, it makes no logit infinite and forbids no token.
     largest = torch.finfo(x.dtype).max

@@ -29,11 +29,15 @@ class Origin(Protocol):
 
 
 class LLGuidanceMatcher:
-    """Implements `Matcher`, for one thread at a time: also a question moves the parser, forth and back.
+    """Implements `Matcher`, for one thread at a time: also a question moves a parser.
 
     The parser sees text only. Special tokens never reach it: it is asked whether the end may follow, and which ids
     say so is known here. Where bytes are forced, llguidance allows the one token with which the tokenizer would go on,
     so there is one way to write what leaves no choice.
+
+    No parser goes back. llguidance 1.9.1 keeps its last mask by the row and the lexer's state it was made at, and
+    rollback leaves it: behind other tokens the same row is another, and the mask wrong. Grammars with `max_tokens` or
+    `stop` it does not roll back at all. So one parser reads what was emitted, and drafts are read by copies of it.
 
     A parser stops for good where it reaches a limit. That need not be the completion's fault: the lexer, which all
     completions of a grammar share, may be full, or a draft may have led there. So the parser is built anew, with a
@@ -46,8 +50,9 @@ class LLGuidanceMatcher:
         self._parser = origin.parser()
         self._parser_row = self._vocabulary.parser_row()
         self._parser_row_address = self._parser_row.ctypes.data
-        self._emitted: list[int] = []  # text that was emitted: the parser has read it,
-        self._ahead: list[int] = []  # and these drafts behind it
+        self._emitted: list[int] = []  # text that was emitted: the parser has read it, and nothing else
+        self._ahead: LLMatcher | None = None  # a copy that has read drafts, too:
+        self._drafts: tuple[int, ...] = ()  # these
         self._rows: dict[tuple[int, ...], Mask] = {}  # what may follow behind the emitted text and these drafts
         self._closed = False  # an end-of-sequence id was emitted
         self._failure: str | None = None
@@ -58,15 +63,17 @@ class LLGuidanceMatcher:
 
     @property
     def ended(self) -> bool:
-        if self._failure is not None:
-            return False
-        return self._closed or (self._accepting() and not self._text_that_follows().any())
+        if self._failure is not None or self._closed:
+            return self._failure is None
+        if self._row(()) is None:  # a full lexer looks like an end: a new one has the last word
+            self.masks([])
+        return self._failure is None and self._accepting() and not (self._rows[()] & self._vocabulary.text).any()
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         for position, token_id in enumerate(token_ids):
             if self._failure is None:
                 self._emit(token_id, is_last=position == len(token_ids) - 1)
-        self._rows.clear()
+        self._forget_drafts()
         return self._failure is None
 
     def forced(self, limit: int) -> list[int]:
@@ -99,7 +106,6 @@ class LLGuidanceMatcher:
                 break
             if stopped_at == before:  # also without what the rows before cost: nothing may follow there
                 rows[stopped_at] = 0
-                self._renew_parser()  # where no draft has led it
                 break
         return rows
 
@@ -132,7 +138,7 @@ class LLGuidanceMatcher:
 
     def _read(self, token_id: int) -> bool:
         """Let the parser read an emitted token. A full lexer refuses like a grammar, so a new one has the last word."""
-        if self._go_to(()) and self._parser.try_consume_tokens([token_id]) == 1:
+        if self._parser.try_consume_tokens([token_id]) == 1:
             return True
         self._renew_parser()
         return self._parser.try_consume_tokens([token_id]) == 1
@@ -161,39 +167,50 @@ class LLGuidanceMatcher:
     def _row(self, drafts: tuple[int, ...]) -> Mask | None:
         """What may follow behind drafts that the grammar allows; None if the parser stops."""
         row = self._rows.get(drafts)
-        if row is None and self._go_to(drafts):
-            row = self._text_that_follows()
-            if self._parser.is_accepting():
+        if row is None and (parser := self._parser_behind(drafts)) is not None:
+            row = self._text_that_follows(parser)
+            if parser.is_accepting():
                 row |= self._vocabulary.end
-            if self._parser.is_error():
+            if parser.is_error():
                 return None
             self._rows[drafts] = row
         return row
 
     def _accepting(self, drafts: Sequence[int] = ()) -> bool:
-        return self._go_to(drafts) and self._parser.is_accepting()
+        parser = self._parser_behind(tuple(drafts))
+        return parser is not None and parser.is_accepting()
 
-    def _text_that_follows(self) -> Mask:
-        """What may follow where the parser is, without the end; nothing if it has stopped."""
-        self._parser.unsafe_compute_mask_ptr(self._parser_row_address, self._parser_row.nbytes)
+    def _text_that_follows(self, parser: LLMatcher) -> Mask:
+        """What may follow where a parser is, without the end; nothing if it has stopped."""
+        parser.unsafe_compute_mask_ptr(self._parser_row_address, self._parser_row.nbytes)
         row: Mask = self._parser_row[: self._vocabulary.num_words] & self._vocabulary.text
         return row
 
-    def _go_to(self, drafts: Sequence[int]) -> bool:
-        """Put the parser behind the emitted text and these drafts. False if it cannot get there."""
-        same = 0
-        while same < min(len(self._ahead), len(drafts)) and self._ahead[same] == drafts[same]:
-            same += 1
-        if same < len(self._ahead) and not self._parser.rollback(len(self._ahead) - same):
-            return False
-        num_read = self._parser.try_consume_tokens(list(drafts[same:]))
-        self._ahead[same:] = drafts[same : same + num_read]
-        return len(self._ahead) == len(drafts)
+    def _parser_behind(self, drafts: tuple[int, ...]) -> LLMatcher | None:
+        """A parser that has read the emitted text and these drafts; None if it cannot read them.
+
+        A copy takes as long as the text is, so drafts that go on where the last ones ended are read by the same.
+        """
+        if not drafts:
+            return self._parser
+        known = len(self._drafts)
+        if self._ahead is None or drafts[:known] != self._drafts:
+            self._ahead, known = self._parser.deep_copy(), 0
+        unread = list(drafts[known:])
+        if self._ahead.try_consume_tokens(unread) < len(unread):
+            self._ahead = None
+            return None
+        self._drafts = drafts
+        return self._ahead
+
+    def _forget_drafts(self) -> None:
+        """Also for the memory: a copy is as large as the parser."""
+        self._ahead = None
+        self._rows.clear()
 
     def _renew_parser(self) -> None:
         self._parser = self._origin.renewed_parser()
-        self._ahead.clear()
-        self._rows.clear()
+        self._forget_drafts()
         self._parser.try_consume_tokens(self._emitted)
 
     def _die_stopped(self) -> None:
