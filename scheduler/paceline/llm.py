@@ -324,7 +324,7 @@ def _as_prompt(prompt: object) -> Prompt:
     """With ids and messages as the engine's own, which is compiled."""
     if isinstance(prompt, str):
         return prompt
-    items = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else [None]
+    items: Sequence[Any] = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else [None]
     if all(isinstance(item, Integral) for item in items):
         return [int(item) for item in items]
     if not all(_is_message(item) for item in items):
