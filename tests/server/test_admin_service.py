@@ -394,3 +394,18 @@ async def test_stats_of_more_tenants_than_are_told_apart(free: Serving, monkeypa
     assert list(stats) == [ALL_OTHERS, "t0", "t1"]
     assert (stats[ALL_OTHERS].requests, stats[ALL_OTHERS].completion_tokens) == (3, 12)
     assert dict(stats[ALL_OTHERS].ended) == {"OK": 3}
+
+
+async def test_what_the_deadline_ends_is_counted_so(serving: Serving) -> None:
+    """That of their RPC, as no step ends any of them."""
+    one = serving.stub.Generate(of("one"), timeout=0.3)
+    many = serving.stub.GenerateMany(timeout=0.3)
+    await many.write(gen.GenerateManyRequest(key=1, start=of("many")))
+    for call in (one, many):
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await serving.until(lambda: len(serving.server.live) == 0)
+    stats = stats_of(await stub_of(serving).GetStats(pb.GetStatsRequest()))
+    assert {name: dict(one.ended) for name, one in stats.items()} == {
+        "one": {"DEADLINE_EXCEEDED": 1},
+        "many": {"DEADLINE_EXCEEDED": 1},
+    }

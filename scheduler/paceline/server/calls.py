@@ -94,6 +94,10 @@ class OpenGate:
         return Caller(is_admin=True)
 
 
+def _cancelled() -> grpc.StatusCode:
+    return grpc.StatusCode.CANCELLED
+
+
 @dataclass(slots=True)
 class Call:
     """One RPC.
@@ -104,6 +108,7 @@ class Call:
             may name several calls of a trace alike; generations that live at once are told apart by a number behind.
         traceparent: as the client sent it, if it is one (W3C trace context); else "".
         admit: asks the gate, which may have another answer later: who calls, or an error.
+        early_end: what the client sees, asked where the RPC is left before it has come to its end.
         caller: known once the RPC has been admitted.
         tenant: whose generation it is; known once that has been accepted.
         tokens: completion tokens of its generations that have ended; None without any.
@@ -113,6 +118,7 @@ class Call:
     request_id: str
     traceparent: str = ""
     admit: Callable[[], Caller] = Caller
+    early_end: Callable[[], grpc.StatusCode] = _cancelled
     caller: Caller = Caller()
     tenant: str = ""
     tokens: int | None = None
@@ -218,7 +224,8 @@ class Calls(grpc.aio.ServerInterceptor):
         """The RPC while it is served; its end is told to the observers, however it ends."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         admit = partial(self.gate.admit, method, context)
-        call = Call(method, _named(metadata) or uuid.uuid4().hex, _traceparent(metadata), admit)
+        early_end = partial(_early_end, context)
+        call = Call(method, _named(metadata) or uuid.uuid4().hex, _traceparent(metadata), admit, early_end)
         told = call.request_id
         context.set_trailing_metadata(((REQUEST_ID_KEY, told),))
         start = time.perf_counter()
@@ -237,7 +244,7 @@ class Calls(grpc.aio.ServerInterceptor):
         finally:
             _CURRENT.reset(token)
             for observe in self.observers:
-                observe(call, code or _early_end(context), time.perf_counter() - start)
+                observe(call, code or call.early_end(), time.perf_counter() - start)
 
 
 def _early_end(context: Context) -> grpc.StatusCode:

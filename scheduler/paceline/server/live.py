@@ -14,7 +14,7 @@ import grpc.aio
 
 from paceline.engine import AsyncEngine, Stream
 from paceline.errors import AlreadyExists, Cancelled, InvalidArgument, PacelineError
-from paceline.server.calls import find_call
+from paceline.server.calls import Call, find_call
 from paceline.server.status import rule_for
 
 MOST_NAMED: Final = 3  # tenants of the same id, in an error
@@ -90,7 +90,7 @@ class LiveGenerations:
         try:
             yield live
         except BaseException as error:
-            code = _code_of(error)
+            code = _code_of(error, call)
             raise
         finally:
             del self._live[tenant, request_id]
@@ -117,10 +117,12 @@ class LiveGenerations:
         return len(self._live)
 
 
-def _code_of(error: BaseException) -> grpc.StatusCode:
-    """The status that `Calls` makes of it."""
+def _code_of(error: BaseException, call: Call | None) -> grpc.StatusCode:
+    """The status that `Calls` makes of it, on the RPC that it happened on."""
     if isinstance(error, PacelineError):
         return rule_for(error).code
     # The last is how a client that went away during a write shows.
     gone = (asyncio.CancelledError, GeneratorExit, grpc.aio.InternalError)
-    return grpc.StatusCode.CANCELLED if isinstance(error, gone) else grpc.StatusCode.INTERNAL
+    if isinstance(error, gone):
+        return call.early_end() if call is not None else grpc.StatusCode.CANCELLED
+    return grpc.StatusCode.INTERNAL
