@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
 
 import grpc
 import pytest
@@ -24,6 +25,8 @@ from paceline.sim import reference_output
 from paceline.v1 import generation_pb2 as pb
 from support.serving import PATIENCE, Serving, details_of, failure, request
 from support.serving import serving as serving_context
+
+Call: TypeAlias = Any
 
 WIDTH = 8192
 AGE = ReaderBounds(seconds=0.3, tokens=1 << 30)
@@ -121,6 +124,56 @@ async def test_a_stopped_client_is_evicted(bounded: Serving, script: str, genera
         last = await client.last_words()
         assert last.startswith("RESOURCE_EXHAUSTED the client reads too slowly: ")
     await sibling_gets_everything(bounded)
+
+
+def codes_of(served: Serving) -> list[grpc.StatusCode]:
+    """Those of RPCs that end from now on, as logs and metrics are told."""
+    codes: list[grpc.StatusCode] = []
+    served.server.calls.observers.append(lambda call, code, seconds: codes.append(code))
+    return codes
+
+
+@asynccontextmanager
+async def unread(served: Serving, method: str) -> AsyncIterator[Call]:
+    """A call that has begun, on a connection that lives: only nobody reads."""
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", -1)]
+    async with grpc.aio.insecure_channel(served.address, options) as channel:
+        path = f"/paceline.v1.GenerationService/{method}"
+        if method == "Generate":
+            call = channel.unary_stream(path)(request(max_tokens=1900).SerializeToString())
+        else:
+            call = channel.stream_stream(path)()
+            await call.write(pb.GenerateManyRequest(start=request(max_tokens=1900)).SerializeToString())
+        await served.until(lambda: len(served.scheduler.requests) > 0)
+        served.runner.allow(300)
+        yield call
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateMany"])
+async def test_the_rpc_ends_though_nobody_reads(bounded: Serving, method: str) -> None:
+    """The status waits behind what is unread, and nobody for the status."""
+    codes = codes_of(bounded)
+    async with unread(bounded, method) as call:
+        await bounded.until(lambda: len(codes) > 0)
+        error = await failure(call)
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details_of(error)["ErrorInfo"].reason == "SLOW_CONSUMER"  # type: ignore[attr-defined]
+    assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+
+
+@pytest.mark.parametrize(("script", "generations"), [(GENERATE, 1), (MANY, 3)], ids=["Generate", "GenerateMany"])
+async def test_an_eviction_counts_whatever_becomes_of_the_client(
+    bounded: Serving, script: str, generations: int
+) -> None:
+    codes = codes_of(bounded)
+    async with reading(bounded, script) as client:
+        await bounded.until(lambda: len(bounded.scheduler.requests) == generations)
+        bounded.runner.allow(3)
+        assert await client.line() == "token"
+        client.stop()
+        bounded.runner.allow(200)
+        await bounded.until(lambda: len(codes) > 0)  # its connection is given up, soon
+    assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED]
 
 
 async def test_the_reason_is_told_to_programs(bounded: Serving) -> None:

@@ -240,6 +240,8 @@ class Calls(grpc.aio.ServerInterceptor):
             code = _status_code(context.code())
             raise
         except grpc.aio.InternalError:
+            if context.code() is not None:  # it ended for a reason of ours
+                code = _status_code(context.code())
             logger.debug("request %s: the client went away during a write", call.request_id)
         finally:
             _CURRENT.reset(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any, Final, Never
 
@@ -18,6 +19,8 @@ DOMAIN: Final = "paceline"
 REQUEST_ID_KEY: Final = "x-request-id"
 PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
 NEVER: Final = -1
+# For a status behind messages that a client does not read.
+UNREAD_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,11 @@ def rule_for(error: errors.PacelineError) -> StatusRule:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.PacelineError, request_id: str) -> Never:
-    """End the RPC with the status of `error`. Returns by raising, as `context.abort` does."""
+    """End the RPC with the status of `error`. Returns by raising, as `context.abort` does.
+
+    A status waits for what is unread before it. With a client that reads too slowly, the RPC does not: it ends within
+    `UNREAD_SECONDS`, and the library keeps the status until the client has come to it, or has left.
+    """
     rule = rule_for(error)
     status = status_pb2.Status(code=rule.code.value[0], message=str(error))
     for detail in _details(error, rule, request_id):
@@ -77,7 +84,12 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.Pacel
     pushback = retry_ms(error)
     if pushback is not None:
         metadata.append((PUSHBACK_KEY, str(pushback)))
-    await context.abort(rule.code, str(error), tuple(metadata))
+    try:
+        async with asyncio.timeout(UNREAD_SECONDS if error.reason == Reason.SLOW_CONSUMER else None):
+            await context.abort(rule.code, str(error), tuple(metadata))
+    except TimeoutError:
+        await context.write(b"")  # writes nothing, but raises the one error that the library takes from here on
+    raise AssertionError("the RPC has been aborted")
 
 
 def retry_ms(error: errors.PacelineError) -> int | None:
