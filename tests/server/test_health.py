@@ -11,9 +11,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.errors import PacelineError
 from paceline.server import SERVICE_NAME, GrpcServer
-from paceline.server.app import join_address
+from paceline.server.app import FLUSH_SECONDS, join_address
 from paceline.sim import reference_output
-from support.serving import Serving, details_of, failure, request
+from paceline.v1 import generation_pb2 as pb
+from paceline.v1 import generation_pb2_grpc
+from support.serving import PATIENCE, Serving, details_of, failure, request
 from support.serving import serving as serving_context
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -105,6 +107,39 @@ async def test_graceful_stop_lets_live_requests_end(serving: Serving) -> None:
         token_ids += response.token_ids
     assert token_ids == reference_output(b"hello", 100)
     await stopping
+
+
+async def test_reflection_holds_no_stop_up(serving: Serving) -> None:
+    """Its streams end with their clients."""
+    call = reflection_pb2_grpc.ServerReflectionStub(serving.channel).ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    assert (await call.read()).list_services_response.service
+    async with asyncio.timeout(PATIENCE):
+        await serving.server.stop(grace=3600)
+    assert await call.code() is not grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["Generate", "GenerateMany"])
+async def test_the_grace_is_for_readers_too(many: bool) -> None:
+    """All has been generated, and more is unread than fits into the buffers on the way."""
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", -1)]
+    async with serving_context(width=8192) as served, grpc.aio.insecure_channel(served.address, options) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.GenerateMany() if many else stub.Generate(request(max_tokens=300))
+        if many:
+            await call.write(pb.GenerateManyRequest(start=request(max_tokens=300)))
+            await call.done_writing()
+        await served.until(lambda: served.scheduler.has_requests)
+        served.runner.open()
+        await served.until(lambda: served.idle)
+        stopping = asyncio.create_task(served.server.stop(grace=3600))
+        await asyncio.sleep(2 * FLUSH_SECONDS)
+        assert not stopping.done()
+        responses = [response async for response in call]
+        last = responses[-1].responses[-1].response if many else responses[-1]
+        assert last.HasField("finished")
+        async with asyncio.timeout(PATIENCE):
+            await stopping
 
 
 async def test_grace_runs_out(serving: Serving) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import grpc
@@ -165,8 +165,11 @@ class GrpcServer:
         if self._engine is not None:
             await self._engine.drain(grace)
         self._health.close()
-        # What is left of the grace belongs to readers who have not caught up; without any, this returns at once.
-        await self._server.stop(max(FLUSH_SECONDS, deadline - clock()))
+        # What is left of the grace belongs to readers who have not caught up, not to streams that never end.
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline - FLUSH_SECONDS):
+                await self._service.wait_ended()
+        await self._server.stop(FLUSH_SECONDS)
         if self._engine is not None:
             await self._engine.stop()
         await self._endpoint.stop()

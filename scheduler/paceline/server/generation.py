@@ -43,6 +43,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._max_message_bytes = max_message_bytes
         self._many: set[ManyGenerations] = set()
         self._closing = False
+        self._num_open = 0  # RPCs whose clients have not been told yet how they ended
+        self._none_open = asyncio.Event()
+        self._none_open.set()
 
     def open(self, engine: AsyncEngine) -> None:
         """From now on, serve `engine`."""
@@ -54,8 +57,25 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         for many in self._many:
             many.close()
 
+    async def wait_ended(self) -> None:
+        """Until no RPC is open: every client has read what there was, or has been given up."""
+        await self._none_open.wait()
+
+    def _count(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """The RPC is open until the library is done with it, which is after its handler has returned."""
+        self._num_open += 1
+        self._none_open.clear()
+        # The library's stubs want an instance of a class of theirs.
+        context.add_done_callback(self._uncount)  # type: ignore[arg-type]
+
+    def _uncount(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._num_open -= 1
+        if not self._num_open:
+            self._none_open.set()
+
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """One prompt, one stream of deltas. Nothing is written before the first, so that rejects can be retried."""
+        self._count(context)
         call = current_call()
         call.request_id = read_request_id(request) or call.request_id
         async with self._deliver(request, call.request_id, context) as delivery, watched(self._bounds) as watch:
@@ -83,6 +103,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GenerateMany(self, requests: AsyncIterator[pb.GenerateManyRequest], context: ManyContext) -> None:
         """Many prompts, one stream of messages."""
+        self._count(context)
         if self._closing:
             raise Unavailable("the server is shutting down", reason=Reason.DRAINING)
 
