@@ -287,6 +287,29 @@ async def test_drain_until_the_grace_is_over(serving: Serving) -> None:
     assert serving.idle
 
 
+async def test_what_another_drain_fails_has_failed(serving: Serving) -> None:
+    """Whatever the grace of the one that tells."""
+    calls = [await begun(serving, of("a", n=2), tokens=True), await begun(serving, of("b"))]
+    patient = [asyncio.create_task(serving.server.drain(grace)) for grace in (None, 3600.0)]
+    await asyncio.sleep(0)
+    calls.pop().cancel()
+    await serving.until(lambda: len(serving.server.live) == 1)
+    assert await stub_of(serving).Drain(pb.DrainRequest(grace=Duration(nanos=1))) == pb.DrainResponse(failed=1)
+    assert await asyncio.gather(*patient) == [(1, 1)] * 2
+    assert (await stream_failure(calls[0])).code() is UNAVAILABLE
+
+
+async def test_what_a_stop_fails_has_failed(serving: Serving) -> None:
+    call = await begun(serving, of("a"), tokens=True)
+    patient = asyncio.create_task(serving.server.drain(None))
+    await asyncio.sleep(0)
+    serving.runner.open()  # the forward that runs cannot be interrupted
+    stopping = asyncio.create_task(serving.server.stop(0))
+    assert await patient == (0, 1)
+    assert (await stream_failure(call)).code() is UNAVAILABLE
+    await stopping
+
+
 async def test_draining_goes_on_when_nobody_waits_for_it(serving: Serving) -> None:
     call = await begun(serving, of("a"), tokens=True)
     draining = stub_of(serving).Drain(pb.DrainRequest())

@@ -66,6 +66,7 @@ class AsyncEngine:
         self._task: asyncio.Task[None] | None = None
         self._draining = False
         self._stopping = False
+        self._failed: set[int] = set()  # requests that draining, stopping or death ended
         self._death: EngineDead | None = None
 
     @property
@@ -186,15 +187,12 @@ class AsyncEngine:
         """
         self._draining = True
         live = self._live_requests()
-        failed: set[int] = set()
         try:
             async with asyncio.timeout(grace):
                 await self._empty.wait()
         except TimeoutError:
-            failed = self._live_requests()
             self._end_all("the server is shutting down")
-        if self._death is not None:
-            failed = live
+        failed = live & self._failed  # by whomever: another may have had less grace
         return len(live - failed), len(failed)
 
     async def stop(self) -> None:
@@ -210,6 +208,7 @@ class AsyncEngine:
 
     def _end_all(self, reason: str) -> None:
         for request_id in self._live_requests():
+            self._failed.add(request_id)
             self._end(request_id, Unavailable(reason, reason=Reason.DRAINING))
 
     def _live_requests(self) -> set[int]:
@@ -222,6 +221,7 @@ class AsyncEngine:
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._collector.shutdown(wait=False, cancel_futures=True)
         streams = {stream.request_id: stream for stream in self._streams.values()}
+        self._failed.update(streams)
         self._streams.clear()
         self._empty.set()
         for stream in streams.values():
