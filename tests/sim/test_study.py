@@ -171,6 +171,28 @@ deadline = [1, 2]
 slowdown = [1, 2]
 speculation = { min_depth = 4, max_depth = 2 }
 """
+TOO_MUCH = """
+[machine]
+target_pass = 1e300
+draft_pass = 1e-300
+[engine]
+num_blocks = 1000000000000
+block_size = 1000000000000
+max_num_seqs = 1000000000000
+max_num_batched_tokens = 1000000000000
+max_model_len = 1
+[arrivals]
+kind = "gamma"
+rate = 1e-300
+cv = 1e200
+waiting = 1000000000000
+[tenants.a]
+share = 1e308
+tokens_per_second = 1e-300
+prompt_tokens = { mean = 1e300 }
+time_to_first_token = 1e300
+deadline = [1, 1e300]
+"""
 MISTAKES = (
     "requests = 0", "polcy = 'ours'", "machine.target_pass = -1", "engine.max_num_batched_tokens = 2048",
     "engine.depth = 'deep'", "arrivals.file = None", "tenants.a.weight = -2", "tenants.a.deadline = [3, 1]",
@@ -185,6 +207,26 @@ def test_every_mistake_of_a_file_is_told(tmp_path: Path) -> None:
     assert len(lines) == 1 + len(MISTAKES), lines
     for mistake in MISTAKES:
         assert any(one.strip().startswith(f"{mistake}: ") for one in lines), mistake
+
+
+def test_what_cannot_be_computed_is_told_all_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        read_simulation(write(tmp_path / "bad.toml", TOO_MUCH))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + TOO_MUCH.count(" = ") - 2, lines  # not the kind, and one in two places
+    assert "must be greater than or equal to 2" in next(line for line in lines if "max_model_len" in line)
+
+
+def test_arithmetic_that_never_binds() -> None:
+    """However many rows are free."""
+    few, many = (run_study(simulated(machine={"free_rows": rows})).summary() for rows in (2**20, 10**30))
+    assert few["tenants"] == many["tenants"]
+
+
+@pytest.mark.parametrize("option", ["--seed", "--requests"])
+def test_options_out_of_range_are_told(option: str) -> None:
+    result = CliRunner().invoke(app, ["sim", option, "-1"])
+    assert isinstance(result.exception, InvalidArgument)
 
 
 @pytest.mark.parametrize(

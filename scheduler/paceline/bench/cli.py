@@ -335,11 +335,13 @@ def policy(
     free_rows: Annotated[
         int, typer.Option(min=1, help="Rows of a target pass at the price of one; about 24 on a CPU, 200 on a GPU.")
     ] = 24,
-    steps: Annotated[int, typer.Option(min=2, help="From a cold start; the second half is the long run.")] = 2000,
+    steps: Annotated[
+        int, typer.Option(min=2, max=10_000_000, help="From a cold start; the second half is the long run.")
+    ] = 2000,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="After which a request ends and a new one comes; without it, nobody ends.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws; all policies meet the same.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws; all policies meet the same.")] = 0,
     json_out: JsonOut = None,
     plot_out: Annotated[
         Path | None,

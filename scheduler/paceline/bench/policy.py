@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from paceline.sim.control import Population, best_stationary, roofline, simulate
 
 TARGET_PASS = 0.020  # seconds; only ratios of rates are shown
 HIGHEST = 8
+LARGEST_RATIO = 1000
 ADAPTIVE = "adaptive"
 SMALLEST_SHARE = 0.97  # of the best rate, that the adaptive rule has to earn in the long run
 LARGEST_REGRET = 0.02  # of the rate without speculation, that it may lose while it learns
@@ -50,8 +50,8 @@ def parse_ratios(text: str) -> list[float]:
         ratios = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise InvalidArgument("ratio", text, "numbers, separated by commas") from error
-    if not all(0 < ratio < math.inf for ratio in ratios):
-        raise InvalidArgument("ratio", text, "numbers above 0")
+    if not all(0 < ratio <= LARGEST_RATIO for ratio in ratios):
+        raise InvalidArgument("ratio", text, f"numbers above 0, at most {LARGEST_RATIO}")
     return ratios
 
 
