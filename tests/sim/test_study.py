@@ -268,6 +268,15 @@ def test_what_cannot_be_written_is_told_before_anything_is_simulated(
     assert "directory" in str(result.exception)
 
 
+def test_a_full_disk_loses_nothing_of_what_was_printed() -> None:
+    command = [sys.executable, "-m", "paceline", "sim", "--requests", "5", "--json", "/dev/full"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "5" in done.stdout
+    assert "requests/s" in done.stdout
+    assert done.stderr == "paceline: /dev/full cannot be written: No space left on device\n"
+    assert done.returncode == 1
+
+
 def test_without_matplotlib_nothing_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.sim.study.run_study", lambda *_: pytest.fail("it was simulated"))
     monkeypatch.setattr(report, "find_spec", lambda name: None)

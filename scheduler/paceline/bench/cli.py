@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from paceline.errors import NotWritten
 from paceline.whole_file import check_file, write_json
 
 
@@ -228,8 +230,11 @@ def depth(
         cells.append(cell)
         typer.echo(describe(cell), err=True)
         if json_out is not None:  # anew for each: what a run has measured outlives it
-            write_json(json_out, to_json(cells, described))
+            with suppress(NotWritten):  # which the last one tells
+                write_json(json_out, to_json(cells, described))
     render(cells, title=title)
+    if json_out is not None:
+        write_json(json_out, to_json(cells, described))
 
 
 @app.command(short_help="Load that swings between few and many streams.")

@@ -20,6 +20,7 @@ from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.errors import InvalidArgument
 from paceline.sim.control import Population, best_stationary, roofline, simulate_control
+from paceline.whole_file import result_file
 
 TARGET_PASS = 0.020  # seconds; only ratios of rates are shown
 HIGHEST = 8
@@ -242,4 +243,5 @@ def plot(cells: list[Cell], title: str, path: Path) -> None:
     figure.supxlabel("draft pass over target pass")
     figure.supylabel("acceptance")
     figure.suptitle(title)
-    figure.savefig(path, dpi=120, format="png")
+    with result_file(path) as file:
+        figure.savefig(file, dpi=120, format="png")
