@@ -99,6 +99,13 @@ def test_it_ends_when_the_time_is_over() -> None:
     assert sum(one.finished for one in study.tenants.values()) < sum(one.arrived for one in study.tenants.values())
 
 
+def test_what_still_waits_when_the_time_is_over_is_not_late() -> None:
+    study = run_study(simulated(seconds=1.0, arrivals={"rate": 60.0}, tenants={"a": SHORT}))
+    figures = study.tenants["a"]
+    assert figures.finished + figures.refused < figures.arrived
+    assert study.summary()["in_time"] == 1.0
+
+
 def test_a_backlog_keeps_everybody_waiting() -> None:
     study = run_study(simulated(requests=300, arrivals={"kind": "backlog", "waiting": 8}))
     assert study.backlogged_seconds > 0.8 * study.seconds
@@ -145,7 +152,7 @@ def test_what_is_printed_and_written(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["sim", str(path), "--policy", "edf", "--seed", "5", "--json", str(out)])
     assert result.exit_code == 0, result.output
     assert "edf: sim.toml, seed 5" in result.output
-    assert "100.0 % of all in time" in result.output
+    assert "in time 100.0 % of those that ended" in result.output
     told = json.loads(out.read_text())
     assert told["settings"]["seed"] == 5
     assert told["tenants"]["a"]["completion_tokens"] == 50
