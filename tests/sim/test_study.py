@@ -292,6 +292,18 @@ def test_without_matplotlib_nothing_is_simulated(tmp_path: Path, monkeypatch: py
     assert "paceline[plots]" in str(result.exception)
 
 
+def test_the_figures_of_the_page_are_those_of_the_code() -> None:
+    """One of its rows. Who changes what is planned runs docs/examples anew, and writes all figures down."""
+    study = run_study(example("alone.toml"))
+    told = study.tenants["steady"].summary()
+    first, after = told["time_to_first_token"], told["time_per_output_token"]
+    row = (
+        f"| alone | {first['p50']:.2f} s | {first['p99']:.2f} s | {1000 * after['p50']:.0f} ms | "
+        f"{1000 * after['p99']:.0f} ms | {study.longest_step:.2f} s |"
+    )
+    assert row in (EXAMPLES.parent / "simulating.md").read_text().splitlines()
+
+
 # -- small versions of the figures ------------------------------------------------------------------------------------
 
 
