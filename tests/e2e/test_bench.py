@@ -36,7 +36,7 @@ from paceline.core.calibration import Calibration
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.engine import Engine, GenerationRequest
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, NotWritten
 from paceline.models import load_model_config
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import ceilings
@@ -341,6 +341,15 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(
         assert said == (
             f"paceline: {option[2:]} = '{path}': must be a file in a folder that is there and can be written ({why})\n"
         )
+
+
+def test_a_full_disk_does_not_end_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.wiring.build_engine", lambda *_: None)
+    for name, made in {"measure": iter("ab"), "describe": "a line", "render": None, "to_json": {}}.items():
+        monkeypatch.setattr(depth, name, lambda *_, made=made, **__: made)
+    result = CliRunner().invoke(app, ["bench", "depth", "--json", "/dev/full"])
+    assert result.output.count("a line") == 2
+    assert isinstance(result.exception, NotWritten)
 
 
 def test_no_queue_is_a_size_too(tmp_path: Path) -> None:
