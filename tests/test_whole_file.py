@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, NotWritten
 from paceline.whole_file import check_file, whole_file, write_json
 
 
@@ -33,8 +33,15 @@ def test_what_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        write_json(tmp_path / "nowhere" / "one.json", {})
+    path = tmp_path / "nowhere" / "one.json"
+    with pytest.raises(NotWritten) as caught:
+        write_json(path, {})
+    assert str(caught.value) == f"{path} cannot be written: No such file or directory"
+
+
+def test_a_full_disk_is_told() -> None:
+    with pytest.raises(NotWritten, match="/dev/full cannot be written: No space left"):
+        write_json(Path("/dev/full"), {})
 
 
 def test_json_is_for_people_too(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from common import Bench, Scale
 from decode import decode, host, prefill
 
 from paceline.bench.throughput import parse_sizes
+from paceline.errors import NotWritten
 from paceline.whole_file import write_json
 from speculation import draft, speculation
 
@@ -53,6 +54,7 @@ SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 def run(bench: Bench, names: list[str], json_out: Path | None) -> bool:
     """Whether no section failed. The file has what is measured so far: a run may be cut off."""
     results: dict[str, Any] = {}
+    unwritten = False
     for name in names:
         began = time.perf_counter()
         bench.say(f"\n== {name}")
@@ -65,8 +67,17 @@ def run(bench: Bench, names: list[str], json_out: Path | None) -> bool:
             bench.discard()
         bench.say(f"{name}: {time.perf_counter() - began:.1f} s")
         if json_out is not None:
-            write_json(json_out, results)
-    return not any("error" in result for result in results.values())
+            unwritten = not _is_written(bench, json_out, results)
+    return not unwritten and not any("error" in result for result in results.values())
+
+
+def _is_written(bench: Bench, path: Path, results: dict[str, Any]) -> bool:
+    try:
+        write_json(path, results)
+    except NotWritten as error:
+        bench.say(str(error))
+        return False
+    return True
 
 
 def _arguments() -> argparse.Namespace:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline.client import ClientOptions
 from paceline.command_options import client_options, with_options
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, NotWritten
 from paceline.whole_file import check_file, write_json
 from paceline_loadtest.clients import Client, open_client
 from paceline_loadtest.metrics import Report, RequestRecord, summarize
@@ -108,12 +108,19 @@ def load(
         if json_out is not None:
             write_json(json_out, to_json(report, date=date, metadata=labels))
     except (InvalidArgument, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _complain(error)
         raise typer.Exit(2) from error
+    except NotWritten as error:
+        _complain(error)
+        raise typer.Exit(1) from error
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
     if report.completed == 0:
         raise typer.Exit(1)
+
+
+def _complain(error: Exception) -> None:
+    Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 async def _run(client: Client, workload: Workload) -> Report:

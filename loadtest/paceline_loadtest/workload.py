@@ -15,6 +15,8 @@ from paceline_loadtest.prompts import Prompt
 
 Speculation: TypeAlias = Literal["auto", "off", "ngram", "draft_model"]
 
+LEAST_BURSTINESS = 0.05  # of smaller ones gaps come out as 0 in floating point, in the end all of them
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
@@ -44,7 +46,8 @@ class LoadConfig:
         num_prompts: requests to measure.
         num_warmups: requests before them that are not measured.
         request_rate: requests per second.
-        burstiness: shape of the gamma distribution of the gaps: 1 is Poisson, above is more even, inf is constant.
+        burstiness: shape of the gamma distribution of the gaps: 1 is Poisson, above is more even, inf is constant; at
+            least 0.05.
         max_concurrency: most requests at once.
         max_tokens: fewest and most tokens to ask for; each request draws evenly from the range.
         seed: of arrivals, order of prompts and lengths.
@@ -67,7 +70,8 @@ class LoadConfig:
         _require("num_prompts", self.num_prompts, self.num_prompts >= 1, "at least 1")
         _require("num_warmups", self.num_warmups, self.num_warmups >= 0, "at least 0")
         _require("request_rate", self.request_rate, self.request_rate > 0, "above 0, or inf")
-        _require("burstiness", self.burstiness, self.burstiness > 0, "above 0, or inf")
+        least = f"at least {LEAST_BURSTINESS}, or inf"
+        _require("burstiness", self.burstiness, self.burstiness >= LEAST_BURSTINESS, least)
         concurrency = self.max_concurrency
         _require("max_concurrency", concurrency, concurrency is None or concurrency >= 1, "at least 1")
         low, high = self.max_tokens

@@ -21,7 +21,7 @@ from paceline import __version__
 from paceline.bench import app as bench_app
 from paceline.bench.cli import check_output, check_plot
 from paceline.command_options import client_options, with_options
-from paceline.errors import EngineDead, InvalidArgument, PacelineError
+from paceline.errors import EngineDead, InvalidArgument, NotWritten, PacelineError
 from paceline.whole_file import write_json
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def main() -> None:
     """Run the command line. An error ends in one line on stderr; exit code 2 is a mistake of the user, 1 is ours."""
     try:
         app()
-    except EngineDead as error:
+    except (EngineDead, NotWritten) as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(ENGINE_ERROR)
     except PacelineError as error:

@@ -23,7 +23,8 @@ from paceline.core.cost_model import CostModel, Error, StepShape
 from paceline.core.params import SamplingParams, StopParams
 from paceline.device import LEAST_CAPABILITY, Gpu, find_gpu, in_gib, triton_obstacle
 from paceline.engine import Engine, GenerationRequest
-from paceline.wiring import EngineSettings, build_engine
+from paceline.errors import InvalidArgument
+from paceline.wiring import EngineSettings, build_engine, check_engine
 from paceline_kernels.cpu import build, ceilings, decoder, memory
 from paceline_kernels.cpu.ceilings import ReadCeiling, median_seconds
 from paceline_kernels.cpu.decoder import Kind, Matrix
@@ -122,8 +123,13 @@ def examine(quick: bool = False, model: str | None = None, draft: str = "none") 
     """Find out everything; unless `quick`, measure too, which takes about a minute. With a model, what its steps cost.
 
     Raises:
-        PacelineError: whatever `build_engine` refuses.
+        PacelineError: whatever `build_engine` refuses; a draft without a model.
     """
+    settings = None if model is None else EngineSettings(model=model, draft=draft)
+    if settings is not None:
+        check_engine(settings)
+    elif draft != "none":
+        raise InvalidArgument("draft", draft, "given with --model: without one, nobody drafts")
     missing, unsampled = _native_obstacle(), build.obstacle(partial(build.load, "sampling"))
     gpu = find_gpu()
     facts = [*_machine(), *_gpu(gpu), *_compiler(), *_torch(), *_backend(missing, gpu), *_sampling(unsampled)]
@@ -132,8 +138,8 @@ def examine(quick: bool = False, model: str | None = None, draft: str = "none") 
         report.measured = _measure()
     if isinstance(gpu, Gpu) and not quick:
         report.gpu = _measure_gpu()
-    if model is not None:
-        report.costs = _costs(build_engine(EngineSettings(model=model, draft=draft)))
+    if settings is not None:
+        report.costs = _costs(build_engine(settings))
     return report
 
 

@@ -14,6 +14,7 @@
     +- DeadlineExceeded       the caller's time ran out
     +- Cancelled              the caller, or somebody for the caller, gave up
     +- ModelLoadError         a checkpoint that cannot be served
+    +- NotWritten             a file of results, such as on a full disk
     +- EngineDead             the engine failed; every live request ends with this
 
 This module imports nothing of ours, so that every part, the pure core included, may raise from one tree.
@@ -212,6 +213,13 @@ class Cancelled(PacelineError):
 
 class ModelLoadError(PacelineError):
     """A checkpoint that cannot be served: names the file, the tensor and what was expected."""
+
+
+class NotWritten(PacelineError):
+    """What was measured is there, and the file for it is not."""
+
+    def __init__(self, path: PurePath, error: OSError) -> None:
+        super().__init__(f"{path} cannot be written: {error.strerror or error}")
 
 
 class EngineDead(PacelineError):

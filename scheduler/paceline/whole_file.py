@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, NotWritten
 
 
 @contextmanager
@@ -59,7 +59,17 @@ def check_file(option: str, path: Path) -> None:
         raise InvalidArgument(option, path, allowed) from error
 
 
+@contextmanager
+def result_file(path: Path) -> Iterator[BinaryIO]:
+    """`whole_file` for what a command has found out. Raises NotWritten."""
+    try:
+        with whole_file(path) as file:
+            yield file
+    except OSError as error:
+        raise NotWritten(path, error) from error
+
+
 def write_json(path: Path, data: Any) -> None:
-    """For people and programs alike. Raises OSError."""
-    with whole_file(path) as file:
+    """For people and programs alike. Raises NotWritten."""
+    with result_file(path) as file:
         file.write(json.dumps(data, indent=2).encode() + b"\n")

@@ -88,6 +88,12 @@ def build_engine(settings: EngineSettings) -> Engine:
     return engine
 
 
+def check_engine(settings: EngineSettings) -> None:
+    """Raises what `build_engine` would, as far as that is known before anything is loaded that takes long."""
+    settings.check()
+    _choose(settings)
+
+
 # -- what the settings come to ----------------------------------------------------------------------------------------
 
 

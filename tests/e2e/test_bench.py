@@ -23,6 +23,7 @@ from paceline.bench import (
     depth,
     grammar,
     limits,
+    report,
     sampling,
     serving,
     swing,
@@ -35,7 +36,7 @@ from paceline.core.calibration import Calibration
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.engine import Engine, GenerationRequest
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, NotWritten
 from paceline.models import load_model_config
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import ceilings
@@ -91,7 +92,6 @@ def test_the_command(tmp_path: Path) -> None:
         (["--concurrency", "0"], "concurrency = '0': must be integers >= 1"),
         (["--depth", "off,deep"], "depth = 'off,deep': must be off, auto or integers"),
         (["--prompts", "nowhere.jsonl"], "prompts = 'nowhere.jsonl': must be a readable file"),
-        (["--depth", "99", "--draft", "none"], "depth = '99': must be at most"),
     ],
 )
 def test_bad_options(refused: Callable[..., str], tmp_path: Path, options: list[str], words: str) -> None:
@@ -99,6 +99,14 @@ def test_bad_options(refused: Callable[..., str], tmp_path: Path, options: list[
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
     command = ["throughput", "--model", str(target), "--draft", str(draft)]
     assert words in refused(*command, "--prompts", str(tmp_path / "prompts.jsonl"), *options)
+
+
+def test_completions_that_are_too_long_are_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    target, draft = tiny_pair(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 6, 7]}')
+    options = ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-tokens", "100000"]
+    said = refused("throughput", "--model", str(target), "--draft", str(draft), *options)
+    assert "max_tokens = 100000: must be at most 509, beside the longest prompt of 3 tokens" in said
 
 
 def test_rates() -> None:
@@ -111,6 +119,20 @@ def test_rates() -> None:
     assert cell.ratio("rate") == pytest.approx(5 / 3)
     assert cell.share("draft") == pytest.approx(1 / 3)
     assert (cell.acceptance_length, cell.mean_depth) == (2.0, 2.0)
+
+
+def test_a_run_shorter_than_its_prefill_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """But for that of the whole run."""
+    off = Sample(2, 1.0, 5.0, 18, 16, 0, 0.0, 3.0, 0.5)
+    short = Sample(2, 1.0, 1.0, 18, 8, 16, 0.2, 0.2, 0.5)
+    cell = Cell(2, "2", [off, short], [off, off])
+    assert short.decode_rate is None
+    told = report.summary(cell)
+    assert (told["decode_tokens_per_second"], told["decode_ratio"]) == (None, None)
+    assert told["ratio"] == pytest.approx(3.0)
+    assert json.loads(json.dumps(report.to_json([cell], {})))["cells"][0]["decode_ratio"] is None
+    report.render([cell], "title")
+    assert "None" not in capsys.readouterr().out
 
 
 def test_parsing() -> None:
@@ -268,6 +290,15 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["limits", "--model", "nowhere"], "nowhere"),
         (["acceptance", "--draft", "ngram"], "draft = 'ngram': must be a directory or demo"),
         (["acceptance", "--draft", "none"], "draft = 'none': must be a directory or demo"),
+        (["acceptance", "--temperatures", "0"], "temperatures = '0': must be finite numbers above 0"),
+        (["acceptance", "--temperatures", "1,x"], "temperatures = '1,x': must be finite numbers above 0"),
+        (["acceptance", "--depth", "99"], "depth = 99: must be at most 8"),
+        (["quantization", "--depth", "99"], "depth = 99: must be at most 8"),
+        (["grammar", "--depth", "auto,99"], "depth = 99: must be at most 8"),
+        (["throughput", "--depth", "99"], "depth = 99: must be at most 8"),
+        (["depth", "--depth", "off,auto,99"], "depth = 99: must be at most 8"),
+        (["throughput", "--temperature", "-1"], "temperature = -1.0: must be a finite number >= 0"),
+        (["swing", "--temperature", "nan"], "temperature = nan: must be a finite number >= 0"),
         (["core", "--waiting", "few"], "waiting = 'few': must be integers >= 0"),
         (["core", "--waiting", "-1"], "waiting = '-1': must be integers >= 0"),
         (["backends", "--dtype", "auto"], "dtype = 'auto': must be float32 or bfloat16"),
@@ -275,7 +306,11 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["swing", "--synthetic", "0.9,0.3"], "synthetic = '0.9,0.3': must be one probability here"),
     ],
 )
-def test_bad_options_are_refused(refused: Callable[..., str], options: list[str], words: str) -> None:
+def test_bad_options_are_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
+) -> None:
+    if "nowhere" not in words:
+        monkeypatch.setattr("paceline.wiring.build_engine", lambda *_: pytest.fail("an engine was built"))
     assert words in refused(*options)
 
 
@@ -306,6 +341,15 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(
         assert said == (
             f"paceline: {option[2:]} = '{path}': must be a file in a folder that is there and can be written ({why})\n"
         )
+
+
+def test_a_full_disk_does_not_end_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.wiring.build_engine", lambda *_: None)
+    for name, made in {"measure": iter("ab"), "describe": "a line", "render": None, "to_json": {}}.items():
+        monkeypatch.setattr(depth, name, lambda *_, made=made, **__: made)
+    result = CliRunner().invoke(app, ["bench", "depth", "--json", "/dev/full"])
+    assert result.output.count("a line") == 2
+    assert isinstance(result.exception, NotWritten)
 
 
 def test_no_queue_is_a_size_too(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from paceline import compiled, doctor
 from paceline.cli import app
 from paceline.device import Gpu
+from paceline.errors import PacelineError
 from paceline_kernels.cpu import build, ceilings, decoder
 from support.native import needs_compiler
 
@@ -37,6 +38,23 @@ def test_quick_measures_nothing() -> None:
     assert said["measured"] is None
     assert said["facts"]["backend"] == {"value": "native", "advice": None}
     assert said["facts"]["kernels"]["value"] == ceilings.family()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "nowhere"], "nowhere"),
+        (["--model", "demo", "--draft", "nowhere"], "nowhere"),
+        (["--draft", "demo"], "draft = 'demo': must be given with --model"),
+    ],
+)
+def test_what_cannot_be_served_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    monkeypatch.setattr(doctor, "_native_obstacle", lambda: pytest.fail("it was looked at"))
+    result = CliRunner().invoke(app, ["doctor", *options])
+    assert isinstance(result.exception, PacelineError)
+    assert said in str(result.exception)
 
 
 @needs_compiler

@@ -284,6 +284,14 @@ def test_where_the_report_cannot_be_written_nothing_is_sent(
     assert why in result.stderr
 
 
+def test_a_full_disk_is_told_behind_the_report() -> None:
+    options = ["--target", "grpc://127.0.0.1:1", "--num-prompts", "1", "--timeout", "0.1", "--json", "/dev/full"]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 1
+    assert "failed" in result.stdout
+    assert result.stderr.strip().endswith("error: /dev/full cannot be written: No space left on device")
+
+
 @pytest.fixture
 def encrypted(tmp_path: Path) -> TlsFiles:
     """Of a server whose authority is in ca.pem."""

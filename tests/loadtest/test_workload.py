@@ -44,7 +44,7 @@ def test_other_lengths_leave_arrivals_and_prompts_alone() -> None:
     assert [(r.arrival, r.prompt) for r in one] == [(r.arrival, r.prompt) for r in other]
 
 
-@pytest.mark.parametrize("shape", [0.25, 1.0, 4.0, math.inf])
+@pytest.mark.parametrize("shape", [0.05, 0.25, 1.0, 4.0, math.inf])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_mean_rate_is_exactly_what_was_asked_for(shape: float, seed: int) -> None:
     times = arrivals(LoadConfig(num_prompts=50, request_rate=4.0, burstiness=shape, seed=seed))
@@ -102,6 +102,8 @@ def test_lengths_cover_their_range() -> None:
         ("request_rate", 0.0),
         ("request_rate", math.nan),
         ("burstiness", -1.0),
+        ("burstiness", 1e-5),
+        ("burstiness", math.nan),
         ("max_concurrency", 0),
         ("max_tokens", (0, 5)),
         ("max_tokens", (6, 5)),

@@ -255,6 +255,23 @@ def test_a_library_in_part_is_compiled_anew(
 
 
 @needs_compiler
+@pytest.mark.parametrize("missing", [1, 5000])
+def test_a_library_without_its_end_is_compiled_anew(sources: Path, cache: Path, missing: int) -> None:
+    """In a process of its own, which the loader would end by SIGBUS."""
+    library = build.build("toy", build.march())
+    whole = library.stat().st_size
+    os.truncate(library, whole - missing)
+    code = (
+        "import sys; from pathlib import Path; from paceline_kernels.cpu import build;"
+        "build.SOURCES = Path(sys.argv[1]); print(build.load('toy').answer())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(sources)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "41\n")
+    assert "its end is missing" in done.stderr
+    assert library.stat().st_size == whole
+
+
+@needs_compiler
 def test_what_others_have_kept_is_left_alone(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = build.build("toy", build.march())
     library.write_bytes(b"")

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from paceline.bench.policy import ADAPTIVE, Score, measure, missed, parse_rates, parse_ratios, plot, render, to_json
+from paceline.cli import app
 from paceline.core.acceptance import Residual
-from paceline.core.cost_model import CostModel
+from paceline.core.cost_model import LARGEST_BUCKET, CostModel
 from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.method import Method
@@ -231,6 +233,19 @@ def test_the_adaptive_rule_is_near_the_best_and_never_far_below_off(
     assert json.loads(json.dumps(to_json(cells, {"steps": 2000})))["cells"][0]["scores"][ADAPTIVE]
 
 
+def test_rows_that_never_cost_anything() -> None:
+    assert roofline(1.0, 10**6, 0.1).target(2048, 0) == 1.0
+    costs = roofline(1.0, LARGEST_BUCKET * 3 // 4, 0.1)
+    assert costs.target(LARGEST_BUCKET * 3 // 2, 0) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("options", [["--seed", "-1"], ["--steps", "1000000000000"]])
+def test_options_that_cannot_be(options: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", "policy", *options])
+    assert result.exit_code == 2
+    assert options[0] in result.output
+
+
 def test_a_cell_that_misses_is_found_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     cells = measure([(0.5,)], [4], [0.1], free_rows=24, steps=10)
     cells[0].scores[ADAPTIVE] = Score(share=0.98, regret=0.01, mean_depth=1.0)
@@ -251,7 +266,7 @@ def test_options() -> None:
     for text in ("", "0.3,", "1.5", "-0.1", "nan", "0.3/x"):
         with pytest.raises(InvalidArgument):
             parse_rates(text)
-    for text in ("", "0", "-1", "inf", "nan", "x"):
+    for text in ("", "0", "-1", "1e9", "inf", "nan", "x"):
         with pytest.raises(InvalidArgument):
             parse_ratios(text)
 

@@ -116,6 +116,7 @@ BAD = [
     line(tenant="b"),
     line(time=-1),
     line(time=float("inf")),
+    line(time=10**400),
     line(prompt=0),
     line(completion=1.5),
     line(prompt=9000),
@@ -134,6 +135,14 @@ def test_every_bad_line_of_a_trace_is_told(tmp_path: Path) -> None:
     assert f"{len(BAD)} mistakes" in told
     for number in range(1, len(lines) + 1):
         assert (f"line {number} = " in told) == (number % 2 == 0), told
+
+
+def test_blank_lines_of_a_trace_are_skipped_and_counted(tmp_path: Path) -> None:
+    file = trace(tmp_path, ["", line(), "  ", line(time=2), line(time=3), ""])
+    two = file.model_copy(update={"requests": 2})
+    assert [request.time for request in Population(two).arrivals()] == [1, 2]
+    with pytest.raises(InvalidArgument, match="line 3 = "):
+        list(Population(trace(tmp_path, ["", "", "x"])).arrivals())
 
 
 def test_a_trace_that_is_not_there(tmp_path: Path) -> None:

@@ -99,6 +99,13 @@ def test_it_ends_when_the_time_is_over() -> None:
     assert sum(one.finished for one in study.tenants.values()) < sum(one.arrived for one in study.tenants.values())
 
 
+def test_what_still_waits_when_the_time_is_over_is_not_late() -> None:
+    study = run_study(simulated(seconds=1.0, arrivals={"rate": 60.0}, tenants={"a": SHORT}))
+    figures = study.tenants["a"]
+    assert figures.finished + figures.refused < figures.arrived
+    assert study.summary()["in_time"] == 1.0
+
+
 def test_a_backlog_keeps_everybody_waiting() -> None:
     study = run_study(simulated(requests=300, arrivals={"kind": "backlog", "waiting": 8}))
     assert study.backlogged_seconds > 0.8 * study.seconds
@@ -145,7 +152,7 @@ def test_what_is_printed_and_written(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["sim", str(path), "--policy", "edf", "--seed", "5", "--json", str(out)])
     assert result.exit_code == 0, result.output
     assert "edf: sim.toml, seed 5" in result.output
-    assert "100.0 % of all in time" in result.output
+    assert "in time 100.0 % of those that ended" in result.output
     told = json.loads(out.read_text())
     assert told["settings"]["seed"] == 5
     assert told["tenants"]["a"]["completion_tokens"] == 50
@@ -171,6 +178,28 @@ deadline = [1, 2]
 slowdown = [1, 2]
 speculation = { min_depth = 4, max_depth = 2 }
 """
+TOO_MUCH = """
+[machine]
+target_pass = 1e300
+draft_pass = 1e-300
+[engine]
+num_blocks = 1000000000000
+block_size = 1000000000000
+max_num_seqs = 1000000000000
+max_num_batched_tokens = 1000000000000
+max_model_len = 1
+[arrivals]
+kind = "gamma"
+rate = 1e-300
+cv = 1e200
+waiting = 1000000000000
+[tenants.a]
+share = 1e308
+tokens_per_second = 1e-300
+prompt_tokens = { mean = 1e300 }
+time_to_first_token = 1e300
+deadline = [1, 1e300]
+"""
 MISTAKES = (
     "requests = 0", "polcy = 'ours'", "machine.target_pass = -1", "engine.max_num_batched_tokens = 2048",
     "engine.depth = 'deep'", "arrivals.file = None", "tenants.a.weight = -2", "tenants.a.deadline = [3, 1]",
@@ -185,6 +214,26 @@ def test_every_mistake_of_a_file_is_told(tmp_path: Path) -> None:
     assert len(lines) == 1 + len(MISTAKES), lines
     for mistake in MISTAKES:
         assert any(one.strip().startswith(f"{mistake}: ") for one in lines), mistake
+
+
+def test_what_cannot_be_computed_is_told_all_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        read_simulation(write(tmp_path / "bad.toml", TOO_MUCH))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + TOO_MUCH.count(" = ") - 2, lines  # not the kind, and one in two places
+    assert "must be greater than or equal to 2" in next(line for line in lines if "max_model_len" in line)
+
+
+def test_arithmetic_that_never_binds() -> None:
+    """However many rows are free."""
+    few, many = (run_study(simulated(machine={"free_rows": rows})).summary() for rows in (2**20, 10**30))
+    assert few["tenants"] == many["tenants"]
+
+
+@pytest.mark.parametrize("option", ["--seed", "--requests"])
+def test_options_out_of_range_are_told(option: str) -> None:
+    result = CliRunner().invoke(app, ["sim", option, "-1"])
+    assert isinstance(result.exception, InvalidArgument)
 
 
 @pytest.mark.parametrize(
@@ -226,12 +275,33 @@ def test_what_cannot_be_written_is_told_before_anything_is_simulated(
     assert "directory" in str(result.exception)
 
 
+def test_a_full_disk_loses_nothing_of_what_was_printed() -> None:
+    command = [sys.executable, "-m", "paceline", "sim", "--requests", "5", "--json", "/dev/full"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "5" in done.stdout
+    assert "requests/s" in done.stdout
+    assert done.stderr == "paceline: /dev/full cannot be written: No space left on device\n"
+    assert done.returncode == 1
+
+
 def test_without_matplotlib_nothing_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.sim.study.run_study", lambda *_: pytest.fail("it was simulated"))
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["sim", "--plot", str(tmp_path / "plot.png")])
     assert isinstance(result.exception, InvalidArgument)
     assert "paceline[plots]" in str(result.exception)
+
+
+def test_the_figures_of_the_page_are_those_of_the_code() -> None:
+    """One of its rows. Who changes what is planned runs docs/examples anew, and writes all figures down."""
+    study = run_study(example("alone.toml"))
+    told = study.tenants["steady"].summary()
+    first, after = told["time_to_first_token"], told["time_per_output_token"]
+    row = (
+        f"| alone | {first['p50']:.2f} s | {first['p99']:.2f} s | {1000 * after['p50']:.0f} ms | "
+        f"{1000 * after['p99']:.0f} ms | {study.longest_step:.2f} s |"
+    )
+    assert row in (EXAMPLES.parent / "simulating.md").read_text().splitlines()
 
 
 # -- small versions of the figures ------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -45,6 +46,8 @@ COMPILER_VARIABLE = "CXX"
 # What to compile for, such as haswell or x86-64, and flags behind it; by default this CPU.
 MARCH_VARIABLE = "PACELINE_MARCH"
 CACHE_VARIABLE = "PACELINE_CACHE"
+ELF_OF_64_BITS = b"\x7fELF\x02\x01"  # little-endian
+ELF_HEADER = struct.Struct("<40xQ10xHH2x")  # of the section headers: offset, size of one, how many
 LAST_LINES = 20  # of what a compiler complains about
 
 
@@ -86,9 +89,24 @@ def _load(name: str, march: str) -> ctypes.CDLL:
 
 def _open(library: Path) -> ctypes.CDLL:
     try:
+        if not _is_whole(library):
+            raise OSError("its end is missing")
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"{library} cannot be loaded: {error}") from error
+
+
+def _is_whole(library: Path) -> bool:
+    """An ELF file reaches to the end of its section headers, which come last. To load one that does not is to be killed
+    by SIGBUS; of anything else the loader says itself what is wrong.
+    """
+    with library.open("rb") as file:
+        header = file.read(ELF_HEADER.size)
+        size = os.fstat(file.fileno()).st_size
+    if len(header) < ELF_HEADER.size or not header.startswith(ELF_OF_64_BITS):
+        return True
+    start, entry_size, entries = ELF_HEADER.unpack(header)
+    return bool(start + entry_size * entries <= size)
 
 
 def _discard(library: Path) -> bool:

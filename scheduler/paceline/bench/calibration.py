@@ -17,6 +17,7 @@ from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, Verification
 from paceline.engine import Engine
 from paceline.errors import InvalidArgument
+from paceline.whole_file import result_file
 
 LARGEST_GAP = 0.03
 MIN_COUNT = 200  # drafts that a position needs before its gap counts
@@ -108,4 +109,5 @@ def plot(calibrations: Calibrations, title: str, path: Path) -> None:
     for panel in (by_bin, by_position):
         panel.legend(fontsize=8)
     figure.suptitle(title)
-    figure.savefig(path, dpi=120, format="png")
+    with result_file(path) as file:
+        figure.savefig(file, dpi=120, format="png")

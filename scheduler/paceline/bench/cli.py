@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from paceline.errors import InvalidArgument, NotWritten
 from paceline.whole_file import check_file, write_json
 
 
@@ -15,6 +18,13 @@ def check_output(option: typer.CallbackParam, path: Path | None) -> Path | None:
     if path is not None:
         check_file(option.opts[0].removeprefix("--"), path)
     return path
+
+
+def check_temperature(value: float) -> float:
+    """Raises InvalidArgument, before an engine is built for it."""
+    if not 0.0 <= value < math.inf:
+        raise InvalidArgument("temperature", value, "a finite number >= 0")
+    return value
 
 
 def check_plot(option: typer.CallbackParam, path: Path | None) -> Path | None:
@@ -45,6 +55,7 @@ Synthetic = Annotated[
     str | None,
     typer.Option(help="Keep drafts with this probability instead of the models'; several: requests in turn."),
 ]
+Temperature = Annotated[float, typer.Option(callback=check_temperature, help="0 is greedy.")]
 JsonOut = Annotated[
     Path | None,
     typer.Option("--json", callback=check_output, help="Write everything measured to this file."),
@@ -65,14 +76,13 @@ def throughput(
         int, typer.Option(min=1, help="Times that every cell is measured, in turn; medians are shown.")
     ] = 5,
     dtype: Dtype = "auto",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     json_out: JsonOut = None,
 ) -> None:
     """Throughput of the offline engine by concurrency and depth, decode alone and whole run, as ratios to depth off."""
     from paceline.bench.report import render, to_json
     from paceline.bench.throughput import measure, parse_depths, parse_sizes
     from paceline.core.params import SamplingParams
-    from paceline.errors import InvalidArgument
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
@@ -114,17 +124,15 @@ def acceptance(
     samples: Annotated[int, typer.Option(min=1, help="Completions of every prompt under each rule.")] = 8,
 ) -> None:
     """Drafts kept by each verification rule, with 95 % intervals over requests."""
-    from paceline.bench.acceptance import measure, render
-    from paceline.errors import InvalidArgument
+    from paceline.bench.acceptance import measure, parse_temperatures, render
+    from paceline.bench.throughput import check_depth
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
     if draft in ("none", "ngram"):
         raise InvalidArgument("draft", draft, "a directory or demo: rules are compared by what a model drafts")
-    try:
-        values = [float(part) for part in temperatures.split(",")]
-    except ValueError as error:
-        raise InvalidArgument("temperatures", temperatures, "numbers, separated by commas") from error
+    check_depth(depth)
+    values = parse_temperatures(temperatures)
     engine = build_engine(EngineSettings(model=model, draft=draft, dtype="float32", prefix_cache="off"))
     cells = measure(engine, load_prompts(None), values, depth, max_tokens, samples)
     render(cells, title=f"{model} with draft {draft}, depth {depth}, {len(cells[0].tallies)} requests a rule")
@@ -172,7 +180,7 @@ def depth(
         int, typer.Option(min=2, help="Repetitions after that with auto, off and the best fixed depth, in turn.")
     ] = 6,
     dtype: Dtype = "auto",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     seed: Annotated[
         int | None,
         typer.Option(min=0, help="Of the first sampled stream, others count up: all settings emit the same tokens."),
@@ -190,7 +198,6 @@ def depth(
     from paceline.bench.synthetic import decree, parse_rates
     from paceline.bench.throughput import parse_sizes
     from paceline.core.params import SamplingParams
-    from paceline.errors import InvalidArgument
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
@@ -228,8 +235,11 @@ def depth(
         cells.append(cell)
         typer.echo(describe(cell), err=True)
         if json_out is not None:  # anew for each: what a run has measured outlives it
-            write_json(json_out, to_json(cells, described))
+            with suppress(NotWritten):  # which the last one tells
+                write_json(json_out, to_json(cells, described))
     render(cells, title=title)
+    if json_out is not None:
+        write_json(json_out, to_json(cells, described))
 
 
 @app.command(short_help="Load that swings between few and many streams.")
@@ -249,7 +259,7 @@ def swing(
         int, typer.Option(min=2, help="Of the longest stream, after which a new one begins; others have half or more.")
     ] = 256,
     dtype: Dtype = "auto",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     synthetic: Synthetic = None,
     json_out: JsonOut = None,
 ) -> None:
@@ -258,7 +268,6 @@ def swing(
     from paceline.bench.swing import measure, render, to_json
     from paceline.bench.synthetic import decree, parse_rates
     from paceline.core.params import SamplingParams
-    from paceline.errors import InvalidArgument
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
@@ -295,7 +304,7 @@ def calibration(
     streams: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")] = 96,
     dtype: Dtype = "auto",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     json_out: JsonOut = None,
     plot_out: Annotated[
         Path | None,
@@ -305,7 +314,6 @@ def calibration(
     """The acceptance that was predicted before each step, against what was observed after it."""
     from paceline.bench.calibration import measure, plot, render, to_json
     from paceline.core.params import SamplingParams
-    from paceline.errors import InvalidArgument
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
@@ -335,11 +343,13 @@ def policy(
     free_rows: Annotated[
         int, typer.Option(min=1, help="Rows of a target pass at the price of one; about 24 on a CPU, 200 on a GPU.")
     ] = 24,
-    steps: Annotated[int, typer.Option(min=2, help="From a cold start; the second half is the long run.")] = 2000,
+    steps: Annotated[
+        int, typer.Option(min=2, max=10_000_000, help="From a cold start; the second half is the long run.")
+    ] = 2000,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="After which a request ends and a new one comes; without it, nobody ends.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws; all policies meet the same.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws; all policies meet the same.")] = 0,
     json_out: JsonOut = None,
     plot_out: Annotated[
         Path | None,
@@ -396,7 +406,6 @@ def backends(
     """Speed of the native backend, as a ratio to torch's."""
     from paceline.bench.backends import measure, render
     from paceline.bench.throughput import parse_depths, parse_sizes
-    from paceline.errors import InvalidArgument
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
@@ -447,11 +456,12 @@ def quantization(
     """What int8 weights cost: perplexity of held-out text, and drafts kept."""
     from paceline import demo
     from paceline.bench.quantization import encode, measure_acceptance, measure_accuracy, render, summary
-    from paceline.errors import InvalidArgument
+    from paceline.bench.throughput import check_depth
     from paceline_loadtest.prompts import load_prompts
 
     if draft in ("none", "ngram"):
         raise InvalidArgument("draft", draft, "a directory or demo: only a model has weights")
+    check_depth(depth)
     prompts = load_prompts(None)
     target_path = demo.TARGET if model == "demo" else Path(model)
     draft_path = demo.DRAFT if draft == "demo" else Path(draft)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,9 +20,11 @@ from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.errors import InvalidArgument
 from paceline.sim.control import Population, best_stationary, roofline, simulate_control
+from paceline.whole_file import result_file
 
 TARGET_PASS = 0.020  # seconds; only ratios of rates are shown
 HIGHEST = 8
+LARGEST_RATIO = 1000
 ADAPTIVE = "adaptive"
 SMALLEST_SHARE = 0.97  # of the best rate, that the adaptive rule has to earn in the long run
 LARGEST_REGRET = 0.02  # of the rate without speculation, that it may lose while it learns
@@ -50,8 +51,8 @@ def parse_ratios(text: str) -> list[float]:
         ratios = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise InvalidArgument("ratio", text, "numbers, separated by commas") from error
-    if not all(0 < ratio < math.inf for ratio in ratios):
-        raise InvalidArgument("ratio", text, "numbers above 0")
+    if not all(0 < ratio <= LARGEST_RATIO for ratio in ratios):
+        raise InvalidArgument("ratio", text, f"numbers above 0, at most {LARGEST_RATIO}")
     return ratios
 
 
@@ -242,4 +243,5 @@ def plot(cells: list[Cell], title: str, path: Path) -> None:
     figure.supxlabel("draft pass over target pass")
     figure.supylabel("acceptance")
     figure.suptitle(title)
-    figure.savefig(path, dpi=120, format="png")
+    with result_file(path) as file:
+        figure.savefig(file, dpi=120, format="png")

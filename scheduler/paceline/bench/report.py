@@ -27,10 +27,10 @@ def render(cells: list[Cell], title: str) -> None:
             str(cell.concurrency),
             cell.depth,
             f"{row['prefill_seconds']:.3f}",
-            f"{row['decode_tokens_per_second']:.0f}",
-            _ratio(row["decode_ratio"]),
+            _shown(row["decode_tokens_per_second"], 0),
+            _shown(row["decode_ratio"]),
             f"{row['tokens_per_second']:.0f}",
-            _ratio(row["ratio"]),
+            _shown(row["ratio"]),
             f"{row['acceptance_length']:.2f}",
             f"{row['mean_depth']:.2f}",
             *(f"{100 * row[name]:.0f}" for name in ("draft_share", "verify_share", "sample_share", "python_share")),
@@ -39,8 +39,8 @@ def render(cells: list[Cell], title: str) -> None:
     console().print(table)
 
 
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _shown(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def summary(cell: Cell) -> dict[str, Any]:

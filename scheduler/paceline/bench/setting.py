@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.bench import trim
 from paceline.bench.baselines import BASELINES
-from paceline.bench.throughput import AUTO, OFF
+from paceline.bench.throughput import AUTO, OFF, check_depth
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
@@ -74,7 +74,8 @@ def parse_settings(text: str, fixed: Method | None, auto: Method | None = None) 
         if name in (OFF, "0"):
             settings[OFF] = Setting(OFF, SpeculationParams(Method.NONE), _within_bounds)
         elif name.isdecimal():
-            bounds = SpeculationParams(fixed, min_depth=int(name), max_depth=int(name))
+            depth = check_depth(int(name))
+            bounds = SpeculationParams(fixed, min_depth=depth, max_depth=depth)
             settings[name] = Setting(name, bounds, _within_bounds)
         elif name == AUTO:
             settings[name] = Setting(name, SpeculationParams(auto))

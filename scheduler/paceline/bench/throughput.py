@@ -11,6 +11,7 @@ from statistics import median
 from rich.progress import track
 
 from paceline.bench.prompts import encode
+from paceline.core.adaptive_depth import MAX_DEPTH
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.request import RequestStats
@@ -29,6 +30,13 @@ def parse_sizes(text: str, option: str = "concurrency", least: int = 1) -> list[
     return [int(part) for part in parts]
 
 
+def check_depth(depth: int) -> int:
+    """Raises InvalidArgument: an engine of a benchmark drafts no deeper."""
+    if depth > MAX_DEPTH:
+        raise InvalidArgument("depth", depth, f"at most {MAX_DEPTH}, the engine's highest depth")
+    return depth
+
+
 def parse_depths(text: str) -> dict[str, SpeculationParams]:
     """Each name of a depth, and the bounds that make a request speculate so. Raises InvalidArgument."""
     depths: dict[str, SpeculationParams] = {}
@@ -38,7 +46,8 @@ def parse_depths(text: str) -> dict[str, SpeculationParams]:
         elif name == AUTO:
             depths[name] = SpeculationParams()
         elif name.isdecimal():
-            depths[name] = SpeculationParams(min_depth=int(name), max_depth=int(name))
+            depth = check_depth(int(name))
+            depths[name] = SpeculationParams(min_depth=depth, max_depth=depth)
         else:
             raise InvalidArgument("depth", text, "off, auto or integers >= 0, separated by commas")
     return depths
@@ -66,9 +75,10 @@ class Sample:
     sample: float
 
     @property
-    def decode_rate(self) -> float:
-        """Tokens per second of decode alone."""
-        return (self.tokens - self.streams) / max(1e-9, self.seconds - self.prefill_seconds)
+    def decode_rate(self) -> float | None:
+        """Tokens per second of decode alone; None where the whole run took no longer than its prefill."""
+        seconds = self.seconds - self.prefill_seconds
+        return (self.tokens - self.streams) / seconds if seconds > 0.0 else None
 
     @property
     def rate(self) -> float:
@@ -85,14 +95,16 @@ class Cell:
     samples: list[Sample] = field(default_factory=list)
     off: list[Sample] = field(default_factory=list)
 
-    def median(self, name: str) -> float:
-        return float(median(getattr(sample, name) for sample in self.samples))
+    def median(self, name: str) -> float | None:
+        """None if a round has no such value."""
+        return _median([getattr(sample, name) for sample in self.samples])
 
     def ratio(self, name: str) -> float | None:
-        """Median over rounds of this cell's value over depth off's of the same round."""
+        """Median over rounds of this cell's value over depth off's of the same round; None if a round has none."""
         if not self.off:
             return None
-        return float(median(getattr(a, name) / getattr(b, name) for a, b in zip(self.samples, self.off, strict=True)))
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(self.samples, self.off, strict=True)]
+        return _median([None if a is None or b is None else a / b for a, b in pairs])
 
     def share(self, name: str) -> float:
         """Share of the whole run spent in draft, verify or sample."""
@@ -106,6 +118,11 @@ class Cell:
     @property
     def mean_depth(self) -> float:
         return sum(s.drafted for s in self.samples) / sum(s.verify_steps for s in self.samples)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(median(known)) if known and len(known) == len(values) else None
 
 
 def measure(
@@ -127,11 +144,8 @@ def measure(
     for name, bounds in depths.items():
         if bounds.min_depth > highest:
             raise InvalidArgument("depth", name, f"at most the engine's highest depth, {highest}")
-    room = engine.scheduler.config.max_model_len - max_tokens
     encoded = encode(engine, prompts)
-    longest = max(len(token_ids) for token_ids in encoded)
-    if longest > room:
-        raise InvalidArgument("prompts", f"{longest} tokens", f"at most {room} tokens, beside {max_tokens} to generate")
+    _check_lengths(max(map(len, encoded)), max_tokens, engine.scheduler.config.max_model_len)
     cells = {(size, name): Cell(size, name) for size in sizes for name in depths}
     turns = [(number, size, name) for size in sizes for number in range(-1, rounds) for name in depths]
     for number, size, name in track(turns, description="measuring"):
@@ -146,6 +160,15 @@ def measure(
         if (cell.concurrency, OFF) in cells:
             cell.off = cells[cell.concurrency, OFF].samples
     return list(cells.values())
+
+
+def _check_lengths(longest: int, max_tokens: int, max_model_len: int) -> None:
+    """Raises InvalidArgument: the longest prompt and its completion are longer than the model allows."""
+    room = max_model_len - longest
+    if max_tokens > room:
+        raise InvalidArgument(
+            "max_tokens", max_tokens, f"at most {room}, beside the longest prompt of {longest} tokens"
+        )
 
 
 def _measure_once(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.core.acceptance import AcceptanceModel, Residual
-from paceline.core.cost_model import CostModel, StepKind, StepShape
+from paceline.core.cost_model import LARGEST_BUCKET, CostModel, StepKind, StepShape
 from paceline.core.depth import DepthCandidate, Offer, Outcome, StepLoad
 from paceline.core.depth_choices import choose_depths
 from paceline.core.depth_policy import DepthPolicy
@@ -56,10 +56,13 @@ def roofline(target_pass: float, free_rows: int, ratio: float) -> CostModel:
 
     Args:
         target_pass: seconds of a target forward of up to `free_rows` rows.
+        free_rows: as many as no step has: arithmetic never binds.
         ratio: seconds of a pass of the draft model, of however many sequences, over `target_pass`. Rows that it reads
             besides cost it a pass for every `free_rows`.
     """
-    rows = sorted({1, free_rows, 2 * free_rows})  # which is exact: linear between them, and beyond the last
+    free_rows = min(free_rows, LARGEST_BUCKET)
+    # Which is exact: linear between them, and beyond the last.
+    rows = sorted({1, free_rows, min(2 * free_rows, LARGEST_BUCKET)})
     return CostModel(
         rows,
         [target_pass * max(1.0, count / free_rows) for count in rows],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -142,10 +143,11 @@ class Population:
         except UnicodeDecodeError as error:
             raise InvalidArgument("arrivals.file", path, f"text in UTF-8 ({error})") from error
         requests, mistakes = [], []
-        for number, line in enumerate(lines[: self.file.requests], 1):
+        told = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+        for number, line in itertools.islice(told, self.file.requests):
             try:
                 requests.append(self._line(json.loads(line)))
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 allowed = 'a known "tenant", a "time" >= 0, and "prompt" and "completion" that fit max_model_len'
                 mistakes.append(str(InvalidArgument(f"line {number}", line, allowed)))
                 if len(mistakes) == MOST_MISTAKES:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from paceline.errors import InvalidArgument
 from paceline.sim.study import Study
+from paceline.whole_file import result_file
 
 FILE_WIDTH = 160  # where the output is no terminal and has no width of its own
 COLUMNS = (
@@ -44,7 +45,7 @@ def render(study: Study, title: str) -> None:
     console.print(
         f"{study.seconds:.1f} s, {study.steps} steps of {study.longest_step:.3f} s at most, "
         f"{summary['tokens_per_second']:.0f} tokens/s, {summary['requests_per_second']:.2f} requests/s, "
-        f"{100.0 * summary['in_time']:.1f} % of all in time"
+        f"in time {100.0 * summary['in_time']:.1f} % of those that ended"
     )
     service, bound = summary["backlogged_service"], study.service_bound
     if len(service) > 1 and study.backlogged_seconds > bound and min(service.values()) > 0.0:
@@ -79,7 +80,8 @@ def plot(study: Study, title: str, path: Path) -> None:
     panels[2].plot(times, [moment.free_blocks for moment in study.moments])
     panels[2].set_ylabel("free blocks")
     panels[2].set_xlabel("seconds")
-    figure.savefig(path, format="png")
+    with result_file(path) as file:
+        figure.savefig(file, format="png")
 
 
 def _seconds(value: float | None, factor: float = 1.0) -> str:

@@ -11,12 +11,19 @@ from pydantic_core import PydanticCustomError
 
 from paceline.config_file import Count, Positive, Table, TenantTable, read_file
 from paceline.core.config import PrefixScope, SchedulerConfig
-from paceline.core.cost_model import CostModel
+from paceline.core.cost_model import LARGEST_BUCKET, CostModel
 from paceline.core.method import Method
 from paceline.errors import InvalidArgument
 from paceline.sim.control import roofline
 
+# Beyond any machine and any load, and within what can be computed and held.
+LARGEST = 1e9
+MOST_BLOCKS = 1 << 22
+
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Bounded = Annotated[float, Field(gt=0, le=LARGEST, strict=True)]
+Pass = Annotated[float, Field(ge=1e-9, le=1000.0, strict=True)]  # seconds
+Rows = Annotated[int, Field(ge=1, le=LARGEST_BUCKET, strict=True)]
 
 
 def _ascending(span: tuple[float, float]) -> tuple[float, float]:
@@ -25,13 +32,13 @@ def _ascending(span: tuple[float, float]) -> tuple[float, float]:
     return span
 
 
-Span = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
+Span = Annotated[tuple[Bounded, Bounded], AfterValidator(_ascending)]
 
 
 class Lengths(Table):
     """Tokens: log-normal with this mean and coefficient of variation, 1 at least and `most` at most."""
 
-    mean: Positive
+    mean: Bounded
     cv: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
     most: Count = 4096
 
@@ -48,9 +55,9 @@ class Arrivals(Table):
     """
 
     kind: Literal["poisson", "gamma", "trace", "backlog"] = "poisson"
-    rate: Positive = 10.0
-    cv: Positive = 2.0
-    waiting: Count = 64
+    rate: Annotated[float, Field(ge=1e-6, le=LARGEST, strict=True)] = 10.0
+    cv: Annotated[float, Field(ge=0.001, le=100.0, strict=True)] = 2.0
+    waiting: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 64
     file: Path | None = Field(default=None, validate_default=True)
 
     @field_validator("file")
@@ -74,14 +81,15 @@ class SimulatedTenant(TenantTable):
         start: in seconds; what would come earlier is left out.
     """
 
-    share: Positive = 1.0
+    share: Bounded = 1.0
+    tokens_per_second: Annotated[float, Field(ge=1e-6, allow_inf_nan=False, strict=True)] | None = None
     prompt_tokens: Lengths = Lengths(mean=512)
     completion_tokens: Lengths = Lengths(mean=128)
     acceptance: Share = 0.7
     acceptance_spread: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
     deadline: Span | None = None
     slowdown: Span | None = None
-    time_to_first_token: Positive | None = None
+    time_to_first_token: Bounded | None = None
     start: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
 
     @field_validator("slowdown")
@@ -97,13 +105,14 @@ class Machine(Table):
 
     Attributes:
         target_pass: seconds of a target forward of up to `free_rows` rows.
+        free_rows: as many as no step has: arithmetic never binds.
         draft_pass: seconds of a draft pass; None for no draft model.
     """
 
     file: Path | None = None
-    target_pass: Positive = 0.02
+    target_pass: Pass = 0.02
     free_rows: Count = 256
-    draft_pass: Positive | None = 0.001
+    draft_pass: Pass | None = 0.001
 
     @property
     def drafts(self) -> bool:
@@ -129,11 +138,11 @@ class EngineTable(Table):
     Prompts have no text, so that none is found in a prefix cache.
     """
 
-    num_blocks: Count = 32768
-    block_size: Count = 16
-    max_num_seqs: Count = 256
-    max_num_batched_tokens: Count = Field(default=2048, validate_default=True)
-    max_model_len: Count = 8192
+    num_blocks: Annotated[int, Field(ge=1, le=MOST_BLOCKS, strict=True)] = 32768
+    block_size: Rows = 16
+    max_num_seqs: Rows = 256
+    max_num_batched_tokens: Rows = Field(default=2048, validate_default=True)
+    max_model_len: Annotated[int, Field(ge=2, le=1_000_000_000, strict=True)] = 8192
     max_queued: Count = 1_000_000
     depth: Annotated[str, Field(pattern="^(auto|off|[0-9]+)$")] = "auto"
     watermark: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
