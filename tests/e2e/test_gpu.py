@@ -22,6 +22,7 @@ from paceline.runner import memory as gpu_memory
 from paceline.runner.memory import LargestStep, Measured, kv_bytes, run_largest
 from paceline.wiring import EngineSettings, build_engine
 from support.checkpoints import tiny_checkpoint
+from support.checkpoints import tiny_checkpoint
 from support.pairs import tiny_pair
 
 CPU = torch.device("cpu")
@@ -207,6 +208,11 @@ def test_the_largest_step_has_all_rows(pair: tuple[str, str], monkeypatch: pytes
     monkeypatch.setattr(model, "logits", lambda hidden: (rows.append(len(hidden)), logits(hidden))[1])
     run_largest(model, LargestStep(rows=150, sampled=36, max_model_len=64, block_size=16))
     assert rows == [150, 36]
+
+
+def test_the_largest_step_stays_within_the_positions_of_a_draft_model(tmp_path: Path) -> None:
+    model = load_model(tiny_checkpoint(tmp_path / "draft", max_position_embeddings=64), torch.float32, CPU)
+    run_largest(model, LargestStep(rows=200, sampled=8, max_model_len=128, block_size=16))
 
 
 @pytest.mark.parametrize("asked", [None, 1 << 22])

@@ -94,9 +94,10 @@ def measure(models: Sequence[Model], step: LargestStep) -> Measured:
 @torch.inference_mode()
 def run_largest(model: Model, step: LargestStep) -> None:
     """A forward of prompt chunks, its logits, and as much memory as sampling takes; over KV just for these rows."""
+    longest = min(step.max_model_len, model.config.max_position_embeddings)  # a draft model may have fewer positions
     runs, first = [], 0
-    for start in range(0, step.rows, step.max_model_len):
-        count = min(step.max_model_len, step.rows - start)
+    for start in range(0, step.rows, longest):
+        count = min(longest, step.rows - start)
         blocks = -(-count // step.block_size)
         runs.append(Run(list(range(first, first + blocks)), 0, [0] * count))
         first += blocks
