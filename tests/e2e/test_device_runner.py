@@ -23,6 +23,8 @@ from paceline.runner.device_runner import DeviceRunner
 from paceline.runner.device_step import Part
 from paceline.speculation.ngram_index import NgramIndex
 from paceline.wiring import EngineSettings, build_engine
+from paceline_kernels import sampling
+from paceline_kernels.triton import sampling as triton_sampling
 from paceline_kernels.triton.state import Column
 from support.pairs import letter_pair, tiny_pair
 
@@ -132,6 +134,31 @@ def test_sequences_that_ask_the_host_go_beside_the_others(engine: Engine, oracle
     ]
     found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+
+
+def test_steps_of_the_host_sample_by_the_same_kernels(
+    engine: Engine, oracle: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the logits lie on a GPU; here it is pretended."""
+    wanted = LogprobsParams(completion=0)
+    cuts = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    requests = [
+        request(0, GREEDY, Method.DRAFT_MODEL, 3, logprobs=wanted),
+        request(1, SamplingParams(seed=7, **cuts), Method.DRAFT_MODEL, 2, logprobs=wanted),
+        request(2, SamplingParams(seed=8), Method.NONE, 0),
+        request(3, SamplingParams(**cuts), Method.DRAFT_MODEL, 2),
+    ]
+    launched: list[str] = []
+    launch = triton_sampling._launch
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "_on_gpu", lambda logits: True)
+        patch.setattr(
+            triton_sampling, "_launch", lambda kernel, *a, **k: (launched.append(kernel.__name__), launch(kernel, *a, **k))
+        )
+        found = generate(engine, requests)
+    expected = generate(oracle, [off(one) for one in requests])
+    assert [text.token_ids for text in found[:3]] == [text.token_ids for text in expected[:3]]
+    assert {"_argmax_kernel", "_distribution_kernel", "_gumbel_kernel", "_draw_kernel"} <= set(launched)
 
 
 @pytest.mark.parametrize("alone", [{"draft": "none"}, {"depth": "off"}])
