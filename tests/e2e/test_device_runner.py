@@ -153,7 +153,9 @@ def test_steps_of_the_host_sample_by_the_same_kernels(
     with monkeypatch.context() as patch:
         patch.setattr(sampling, "_on_gpu", lambda logits: True)
         patch.setattr(
-            triton_sampling, "_launch", lambda kernel, *a, **k: (launched.append(kernel.__name__), launch(kernel, *a, **k))
+            triton_sampling,
+            "_launch",
+            lambda kernel, *a, **k: (launched.append(kernel.__name__), launch(kernel, *a, **k)),
         )
         found = generate(engine, requests)
     expected = generate(oracle, [off(one) for one in requests])

@@ -17,7 +17,10 @@ from paceline.runner.kv_cache import KVCache
 
 GRAPH_RESERVE: Final = 1 << 30  # bytes, for CUDA graphs, which are captured after the pool is made
 SPARE_SEATS: Final = 8  # for who has finished, but was not released yet when a measured step fills all others
-SAMPLING_COPIES: Final = 5  # of the logits, that cuts, sorts, logprobs and the distributions of drafts hold at once
+# Of the logits, that a step of the host holds at once besides them: distributions of drafts, what logprobs are told of,
+# the rows of one rule, and four in which drafts are judged in float64. Cuts and draws by Triton work in place; without
+# Triton, torch sorts in twenty. Counted on a CPU over all that torch allocates, as in tests/runner/test_memory.py: 6.4.
+SAMPLING_COPIES: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
