@@ -22,7 +22,6 @@ from paceline.runner import memory as gpu_memory
 from paceline.runner.memory import LargestStep, Measured, kv_bytes, run_largest
 from paceline.wiring import EngineSettings, build_engine
 from support.checkpoints import tiny_checkpoint
-from support.checkpoints import tiny_checkpoint
 from support.pairs import tiny_pair
 
 CPU = torch.device("cpu")
