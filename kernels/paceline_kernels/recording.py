@@ -19,12 +19,13 @@ def record(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
         pool: of memory, that of another graph.
     """
     graph = torch.cuda.CUDAGraph()
-    searched = gc.isenabled()
+    searched, stream = gc.isenabled(), torch.cuda.current_stream()
     gc.disable()
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             work()
     finally:
+        torch.cuda.set_stream(stream)  # torch leaves the thread on its own where the recording fails
         if searched:
             gc.enable()
     return graph

@@ -142,7 +142,8 @@ def philox(
 
 def residual_mass(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor) -> Tensor:
     """p, q [.., vocab]; p_rows, q_rows [n] int64, scale [n] -> [n] float64."""
-    return (scale[:, None].double() * p[p_rows].double() - q[q_rows].double()).clamp_(min=0).cumsum(-1)[:, -1]
+    left = p[p_rows].double().mul_(scale[:, None].double()).sub_(q[q_rows])
+    return left.clamp_(min=0).cumsum(-1)[:, -1]
 
 
 def overlap(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor) -> Tensor:

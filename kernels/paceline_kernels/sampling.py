@@ -3,16 +3,69 @@
 Every operation treats its rows alone: the result of a row depends, to the bit, on that row and its parameters, whatever
 the other rows are and however many threads share them. Logits and probabilities are float32 or float64, [rows, vocab]
 with vocab > 0, on any device, and parameters live there too. Contiguous float32 on the CPU runs in C++ where this
-machine can compile it, all else in torch. A NaN among the logits gives some result, never a crash.
+machine can compile it; on a GPU, what the steps of GPUs are made of too, in Triton where there is one; all else in
+torch. A NaN among the logits gives some result, never a crash.
 """
 
 from __future__ import annotations
+
+import functools
+import logging
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline_kernels import reference_sampling as reference
 from paceline_kernels.cpu import sampling as cpu
+
+logger = logging.getLogger(__name__)
+
+
+class _Rows(Protocol):
+    """The operations that every implementation has, each of which is a module."""
+
+    def argmax(self, logits: Tensor) -> Tensor: ...
+
+    def truncate_(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
+    ) -> None: ...
+
+    def softmax_(self, logits: Tensor, temperature: Tensor) -> None: ...
+
+    def distribution_(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
+    ) -> None: ...
+
+    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor: ...
+
+    def draw(self, weights: Tensor, u: Tensor) -> Tensor: ...
+
+
+def _rows(logits: Tensor) -> _Rows:
+    """Who computes these."""
+    if _on_gpu(logits) and logits.dtype == torch.float32 and logits.is_contiguous():
+        return _triton(logits.device) or reference
+    return cpu if _fast(logits) else reference
+
+
+def _on_gpu(logits: Tensor) -> bool:
+    return logits.is_cuda
+
+
+@functools.cache
+def _triton(device: torch.device) -> _Rows | None:
+    """None, which is said once, where Triton is not installed, or its kernels cannot be compiled."""
+    try:
+        from paceline_kernels.triton import sampling as kernels
+
+        kernels.argmax(torch.zeros(1, 1, device=device))
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of Triton
+    except Exception as error:  # of Triton, the compiler that it calls, and the driver
+        logger.warning("no Triton for sampling, torch samples, which is slower: %s", error)
+        return None
+    return kernels
 
 
 def _fast(*tensors: Tensor) -> bool:
@@ -23,7 +76,7 @@ def _fast(*tensors: Tensor) -> bool:
 
 def argmax(logits: Tensor) -> Tensor:
     """The id of each row's largest logit, the lowest of several: [rows, vocab] -> [rows] int64."""
-    return cpu.argmax(logits) if _fast(logits) else reference.argmax(logits)
+    return _rows(logits).argmax(logits)
 
 
 def mask_(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
@@ -63,10 +116,7 @@ def truncate_(
         min_p: [rows] float32 in [0, 1]; 0 is off.
         typical_p: [rows] float32 in (0, 1]; 1 is off.
     """
-    if _fast(logits):
-        cpu.truncate_(logits, temperature, top_k, top_p, min_p, typical_p)
-    else:
-        reference.truncate_(logits, temperature, top_k, top_p, min_p, typical_p)
+    _rows(logits).truncate_(logits, temperature, top_k, top_p, min_p, typical_p)
 
 
 def softmax_(logits: Tensor, temperature: Tensor) -> None:
@@ -75,20 +125,14 @@ def softmax_(logits: Tensor, temperature: Tensor) -> None:
     Mutates logits [rows, vocab]; temperature [rows] float32, > 0; 1e-30 is allowed. -inf becomes exactly 0, and a row
     of nothing else becomes all 0.
     """
-    if _fast(logits):
-        cpu.softmax_(logits, temperature)
-    else:
-        reference.softmax_(logits, temperature)
+    _rows(logits).softmax_(logits, temperature)
 
 
 def distribution_(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, typical_p: Tensor
 ) -> None:
     """`truncate_` and `softmax_` in one: mutates logits into the probabilities of what is kept. Arguments as there."""
-    if _fast(logits):
-        cpu.distribution_(logits, temperature, top_k, top_p, min_p, typical_p)
-    else:
-        reference.distribution_(logits, temperature, top_k, top_p, min_p, typical_p)
+    _rows(logits).distribution_(logits, temperature, top_k, top_p, min_p, typical_p)
 
 
 def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
@@ -110,9 +154,7 @@ def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
     Returns:
         [rows] int64.
     """
-    if _fast(logits):
-        return cpu.gumbel_argmax(logits, temperature, keys)
-    return reference.gumbel_argmax(logits, temperature, keys)
+    return _rows(logits).gumbel_argmax(logits, temperature, keys)
 
 
 def residual_mass(p: Tensor, q: Tensor, p_rows: Tensor, q_rows: Tensor, scale: Tensor) -> Tensor:
@@ -169,4 +211,4 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     never drawn, whatever u: should rounding carry u * total up to the total, the last positive weight is drawn. A row
     without any gives 0.
     """
-    return cpu.draw(weights, u) if _fast(weights) else reference.draw(weights, u)
+    return _rows(weights).draw(weights, u)

@@ -21,7 +21,7 @@ from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import FixedDepth
 from paceline.core.grammar import GrammarCompiler
 from paceline.core.method import Method
-from paceline.core.params import SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import StepRunner
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
@@ -30,7 +30,7 @@ from paceline.device import Gpu, check_head_dim, choose_gpu
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.profile import profile
 from paceline.engine.tokenizer import TransformersTokenizer
-from paceline.errors import InvalidArgument
+from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.models import Decoder, Model, ModelConfig, load_model_config
 from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import Drafter, KVCache, ModelRunner
@@ -78,7 +78,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         grammars=_grammars(choices.tokenizer, choices.config),
         max_logprobs=settings.max_logprobs,
     )
-    _warm_up(engine)
+    _warm_up(engine, device_steps=choices.backend == "triton")
     if choices.depth is None:
         costs = _costs(settings, choices, engine)
         engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=choices.max_depth), costs)
@@ -256,17 +256,26 @@ def _on_device(host: ModelRunner, config: SchedulerConfig, seed: int) -> StepRun
     from paceline.runner.device_runner import DeviceRunner
 
     draft = host.drafters.get(Method.DRAFT_MODEL)
-    runner = DeviceRunner(
-        host,
-        seed,
-        draft=ModelAndKV(draft.model, draft.kv_cache) if isinstance(draft, DraftModel) else None,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        max_depth=config.max_depth,
-    )
-    with _progress("recording CUDA graphs") as progress:
-        runner.record(progress)
+    what = "the table of running sequences"
+    try:
+        runner = DeviceRunner(
+            host,
+            seed,
+            draft=ModelAndKV(draft.model, draft.kv_cache) if isinstance(draft, DraftModel) else None,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            max_depth=config.max_depth,
+        )
+        what = "what CUDA graphs are recorded over"
+        with _progress("recording CUDA graphs") as progress:
+            runner.record(progress)
+    except torch.OutOfMemoryError as error:
+        raise FailedPrecondition(
+            f"{what} does not fit on the GPU beside weights and KV: a smaller kv_cache_memory or "
+            f"gpu_memory_utilization leaves more, and a lower max_num_seqs (now {config.max_num_seqs}) or max_depth "
+            f"(now {config.max_depth}) takes less: {error}"
+        ) from error
     return runner
 
 
@@ -435,21 +444,35 @@ def _default_sampling(config: ModelConfig) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def _warm_up(engine: Engine) -> None:
+def _warm_up(engine: Engine, *, device_steps: bool) -> None:
     """Serve short requests of every kind, so that the first user does not wait for what is set up, or compiled, at
     first use; and forget what they taught.
+
+    Args:
+        device_steps: there are some, so that steps of the host come up only with who wants to see logits.
     """
+    kinds = [SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), SamplingParams(seed=0)]
+    _serve(engine, kinds, LogprobsParams())
+    if device_steps:
+        # By kernels of their own: cuts and softmax in one or each alone.
+        alone = [SamplingParams(), SamplingParams(seed=0, top_p=0.9)]
+        for some in (kinds, alone):
+            _serve(engine, some, LogprobsParams(completion=0))
+    # First steps take long: estimates that begin with them would refuse what can be served.
+    engine.forget()
+
+
+def _serve(engine: Engine, kinds: Sequence[SamplingParams], logprobs: LogprobsParams) -> None:
     config = engine.scheduler.config
-    for sampling in (SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), SamplingParams(seed=0)):
+    for sampling in kinds:
         engine.add(
             GenerationRequest(
                 prompt=(0,) * min(8, config.max_model_len - 1),
                 sampling=sampling,
                 stop=StopParams(max_tokens=4, ignore_eos=True),
                 speculation=SpeculationParams(min_depth=min(1, config.max_depth)),
+                logprobs=logprobs,
             )
         )
     while engine.has_work:
         engine.step()
-    # First steps take long: estimates that begin with them would refuse what can be served.
-    engine.forget()

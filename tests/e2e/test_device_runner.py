@@ -19,11 +19,15 @@ from paceline.core.method import Method
 from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import SequenceResult, StepPlan
 from paceline.engine import Engine, GenerationRequest, Output, StepLoop
+from paceline.errors import FailedPrecondition
+from paceline.runner import ModelRunner
 from paceline.runner.device_runner import DeviceRunner
 from paceline.runner.device_step import Part
 from paceline.speculation.ngram_index import NgramIndex
 from paceline.wiring import EngineSettings, build_engine
-from paceline_kernels.triton.state import Column
+from paceline_kernels import sampling
+from paceline_kernels.triton import sampling as triton_sampling
+from paceline_kernels.triton.state import Column, SequenceTable
 from support.pairs import letter_pair, tiny_pair
 
 MAX_LEN = 64
@@ -132,6 +136,33 @@ def test_sequences_that_ask_the_host_go_beside_the_others(engine: Engine, oracle
     ]
     found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+
+
+def test_steps_of_the_host_sample_by_the_same_kernels(
+    engine: Engine, oracle: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the logits lie on a GPU; here it is pretended."""
+    wanted = LogprobsParams(completion=0)
+    cuts = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    requests = [
+        request(0, GREEDY, Method.DRAFT_MODEL, 3, logprobs=wanted),
+        request(1, SamplingParams(seed=7, **cuts), Method.DRAFT_MODEL, 2, logprobs=wanted),
+        request(2, SamplingParams(seed=8), Method.NONE, 0),
+        request(3, SamplingParams(**cuts), Method.DRAFT_MODEL, 2),
+    ]
+    launched: list[str] = []
+    launch = triton_sampling._launch
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "_on_gpu", lambda logits: True)
+        patch.setattr(
+            triton_sampling,
+            "_launch",
+            lambda kernel, *a, **k: (launched.append(kernel.__name__), launch(kernel, *a, **k)),
+        )
+        found = generate(engine, requests)
+    expected = generate(oracle, [off(one) for one in requests])
+    assert [text.token_ids for text in found[:3]] == [text.token_ids for text in expected[:3]]
+    assert {"_argmax_kernel", "_distribution_kernel", "_gumbel_kernel", "_draw_kernel"} <= set(launched)
 
 
 @pytest.mark.parametrize("alone", [{"draft": "none"}, {"depth": "off"}])
@@ -310,3 +341,47 @@ def test_aborted_sequences_leave_their_seats(engine: Engine) -> None:
             engine.abort(ids[1])
     assert generate(engine, [request(5, GREEDY, Method.DRAFT_MODEL, 1)])[0].token_ids
     assert len(runner._seats._taken) <= 1  # whom the next plan releases
+
+
+def test_the_warm_up_takes_both_ways(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the device, and those of the host, with every kernel that these have."""
+    steps: Counter[str] = Counter()
+    launched: set[tuple[str, bool, bool]] = set()
+    launch, compute, launch_kernel = DeviceRunner._launch, ModelRunner.compute, triton_sampling._launch
+
+    def on_device(runner: DeviceRunner, plan: StepPlan) -> Any:
+        steps["device"] += 1
+        return launch(runner, plan)
+
+    def on_host(runner: ModelRunner, plan: StepPlan) -> Any:
+        steps["host"] += bool(plan.work)
+        return compute(runner, plan)
+
+    def launches(kernel: Any, *args: Any, **constants: bool) -> None:
+        launched.add((kernel.__name__, constants.get("TRUNCATE", False), constants.get("NORMALISE", False)))
+        launch_kernel(kernel, *args, **constants)
+
+    monkeypatch.setattr(DeviceRunner, "_launch", on_device)
+    monkeypatch.setattr(ModelRunner, "compute", on_host)
+    monkeypatch.setattr(sampling, "_on_gpu", lambda logits: True)
+    monkeypatch.setattr(triton_sampling, "_launch", launches)
+    build(pair, "triton")
+    assert steps["device"] > 2
+    assert steps["host"] > 2
+    distributions = {("_distribution_kernel", *flags) for flags in ((True, False), (False, True), (True, True))}
+    others = {(f"_{name}_kernel", False, False) for name in ("argmax", "gumbel", "draw")}
+    assert launched == distributions | others
+
+
+@pytest.mark.parametrize("ends", ["table", "graphs"])
+def test_a_start_without_memory_is_told_in_words(
+    ends: str, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("made up")
+
+    owner, name = (SequenceTable, "allocate") if ends == "table" else (DeviceRunner, "record")
+    monkeypatch.setattr(owner, name, fail)
+    words = rf"{ends}.* does not fit .*kv_cache_memory.*max_num_seqs \(now 64\) or max_depth \(now \d+\).*made up"
+    with pytest.raises(FailedPrecondition, match=words):
+        build(pair, "triton")

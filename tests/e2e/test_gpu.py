@@ -209,6 +209,11 @@ def test_the_largest_step_has_all_rows(pair: tuple[str, str], monkeypatch: pytes
     assert rows == [150, 36]
 
 
+def test_the_largest_step_stays_within_the_positions_of_a_draft_model(tmp_path: Path) -> None:
+    model = load_model(tiny_checkpoint(tmp_path / "draft", max_position_embeddings=64), torch.float32, CPU)
+    run_largest(model, LargestStep(rows=200, sampled=8, max_model_len=128, block_size=16))
+
+
 @pytest.mark.parametrize("asked", [None, 1 << 22])
 def test_an_engine_has_the_blocks_that_were_measured(
     pair: tuple[str, str], asked: int | None, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 import triton
@@ -9,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 import paceline_kernels.reference_sampling as reference
+import paceline_kernels.sampling as public
 from ops.test_sampling_ops import MAKERS, STEPS, Parameters, keys, off, temperatures
 from paceline_kernels.triton import sampling
 from paceline_kernels.triton.sampling import draw_from
@@ -142,3 +147,73 @@ def test_a_skipped_token_is_drawn_only_where_there_is_no_other() -> None:
     p[:, 70], p[1, 3] = 1 - 2.0**-24, 1e-9
     u, skips = torch.full((2,), 0.5, dtype=torch.float64), torch.full((2,), 70, dtype=torch.int32)
     assert drawn_from_left(p, torch.ones_like(p), torch.ones(2), skips, u).tolist() == [70, 3]
+
+
+# --- which rows come here ---
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """One, or what passes for one."""
+    monkeypatch.setattr(public, "_on_gpu", lambda logits: True)
+    public._triton.cache_clear()
+    yield mine.DEVICE
+    public._triton.cache_clear()
+
+
+def test_contiguous_float32_on_a_gpu_is_computed_here(gpu: torch.device) -> None:
+    torch.manual_seed(0)
+    logits = torch.cat([make(90)[:ROWS_EACH] for make in MAKERS]).to(gpu)
+    assert public._rows(logits) is sampling
+    assert public._rows(logits.double()) is reference
+    assert public._rows(logits.T) is reference
+    rows = len(logits)
+    limits = {name: x.to(gpu) for name, x in off(rows).items()} | {"top_k": torch.arange(rows, device=gpu) % 9}
+    found, expected = logits.clone(), logits.clone()
+    public.distribution_(found, **limits)
+    sampling.distribution_(expected, **limits)
+    assert torch.equal(found, expected)
+    assert torch.equal(public.argmax(logits).cpu(), reference.argmax(logits.cpu()))
+
+
+def test_no_number_is_no_crash(gpu: torch.device) -> None:
+    logits = torch.full((3, 90), torch.nan, device=gpu)
+    logits[1, 70] = 1.0
+    logits[2] = -torch.inf
+    limits = {name: x.to(gpu) for name, x in (off(3) | {"top_p": torch.full((3,), 0.5)}).items()}
+    key, u = keys(3).to(gpu), torch.full((3,), 0.5, dtype=torch.float64, device=gpu)
+    assert public.argmax(logits).tolist() == [0, 70, 0]
+    assert public.gumbel_argmax(logits, limits["temperature"], key).tolist() == [0, 70, 0]
+    public.truncate_(logits, **limits)
+    public.softmax_(logits, limits["temperature"])
+    assert logits.sum(-1).tolist() == [0, 1, 0]
+    assert public.draw(logits, u).tolist() == [0, 70, 0]
+
+
+@pytest.mark.parametrize("broken", ["not installed", "no compiler"])
+def test_without_triton_torch_computes(
+    broken: str, gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(logits: Tensor) -> Tensor:
+        raise RuntimeError("Failed to find C compiler")
+
+    if broken == "not installed":
+        monkeypatch.delattr("paceline_kernels.triton.sampling")
+        monkeypatch.setitem(sys.modules, "paceline_kernels.triton.sampling", None)
+    else:
+        monkeypatch.setattr(sampling, "argmax", fail)
+    with caplog.at_level(logging.WARNING):
+        assert public.argmax(torch.eye(3, device=gpu)).tolist() == [0, 1, 2]
+        assert public._rows(torch.eye(3, device=gpu)) is reference
+    assert len(caplog.records) == 1, "it is said once"
+
+
+def test_a_gpu_without_memory_is_asked_again(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(logits: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "argmax", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            public._rows(torch.eye(3, device=gpu))
+    assert public._rows(torch.eye(3, device=gpu)) is sampling

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.runner.graphs import ROW_BUCKETS, Graphs, StepSizes
+from paceline_kernels.recording import record
 
 
 @given(st.sampled_from([1, 3, 64, 256, 600]), st.sampled_from([0, 1, 8]), st.data())
@@ -70,6 +71,35 @@ class Graph:
     def replay(self) -> None: ...
 
 
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those that the thread was on, the current one last."""
+    found = ["own"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: found[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", found.append)
+    return found
+
+
+def test_a_recording_that_fails_leaves_its_stream(streams: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's ends the capture before it goes back, which fails too."""
+
+    @contextmanager
+    def graph(graph: object, **options: object) -> Iterator[None]:
+        streams.append("of the capture")
+        try:
+            yield
+        finally:
+            raise RuntimeError("the capture was invalidated")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        record(lambda: None)
+    assert streams == ["own", "of the capture", "own"]
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("streams")
 def test_nothing_is_thrown_away_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = Recording()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

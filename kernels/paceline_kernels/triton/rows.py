@@ -210,7 +210,7 @@ def _step_rows(
         block = tl.load(block_tables + seat.to(tl.int64) * table_stride + position // block_size, mask=real, other=0)
         slot = block.to(tl.int64) * block_size + position % block_size
         tl.store(token_ids + rows, token.to(tl.int64), mask=inside)
-        tl.store(positions + rows, position.to(tl.int64), mask=inside)
+        tl.store(positions + rows, tl.where(real, position, 0).to(tl.int64), mask=inside)  # its angles are read
         tl.store(slots + rows, tl.where(real, slot, -1), mask=inside)
     else:
         index = (program - row_programs) * BLOCK + tl.arange(0, BLOCK)

@@ -17,7 +17,10 @@ from paceline.runner.kv_cache import KVCache
 
 GRAPH_RESERVE: Final = 1 << 30  # bytes, for CUDA graphs, which are captured after the pool is made
 SPARE_SEATS: Final = 8  # for who has finished, but was not released yet when a measured step fills all others
-SAMPLING_COPIES: Final = 5  # of the logits, that cuts, sorts, logprobs and the distributions of drafts hold at once
+# Of the logits, that a step of the host holds at once besides them: distributions of drafts, what logprobs are told of,
+# the rows of one rule, and four in which drafts are judged in float64. Cuts and draws by Triton work in place; without
+# Triton, torch sorts in twenty. Counted on a CPU over all that torch allocates, as in tests/runner/test_memory.py: 6.4.
+SAMPLING_COPIES: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,10 @@ def measure(models: Sequence[Model], step: LargestStep) -> Measured:
 @torch.inference_mode()
 def run_largest(model: Model, step: LargestStep) -> None:
     """A forward of prompt chunks, its logits, and as much memory as sampling takes; over KV just for these rows."""
+    longest = min(step.max_model_len, model.config.max_position_embeddings)  # a draft model may have fewer positions
     runs, first = [], 0
-    for start in range(0, step.rows, step.max_model_len):
-        count = min(step.max_model_len, step.rows - start)
+    for start in range(0, step.rows, longest):
+        count = min(longest, step.rows - start)
         blocks = -(-count // step.block_size)
         runs.append(Run(list(range(first, first + blocks)), 0, [0] * count))
         first += blocks
