@@ -464,15 +464,17 @@ def _warm_up(engine: Engine, *, device_steps: bool) -> None:
 
 def _serve(engine: Engine, kinds: Sequence[SamplingParams], logprobs: LogprobsParams) -> None:
     config = engine.scheduler.config
-    for sampling in kinds:
-        engine.add(
-            GenerationRequest(
-                prompt=(0,) * min(8, config.max_model_len - 1),
-                sampling=sampling,
-                stop=StopParams(max_tokens=4, ignore_eos=True),
-                speculation=SpeculationParams(min_depth=min(1, config.max_depth)),
-                logprobs=logprobs,
-            )
+    waiting = [
+        GenerationRequest(
+            prompt=(0,) * min(8, config.max_model_len - 1),
+            sampling=sampling,
+            stop=StopParams(max_tokens=4, ignore_eos=True),
+            speculation=SpeculationParams(min_depth=min(1, config.max_depth)),
+            logprobs=logprobs,
         )
-    while engine.has_work:
+        for sampling in kinds
+    ]
+    while waiting or engine.has_work:
+        while waiting and engine.has_room_for(waiting[0]):
+            engine.add(waiting.pop())
         engine.step()

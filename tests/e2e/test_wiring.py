@@ -100,6 +100,11 @@ def test_the_shortest_models_start(pair: tuple[str, str], length: int) -> None:
     assert len(completion.token_ids) == 1
 
 
+def test_a_queue_of_one_is_enough_to_start(pair: tuple[str, str]) -> None:
+    llm = LLM(pair[0], draft=pair[1], max_queued=1)
+    assert len(llm.generate([(5,), (6,)], max_tokens=3, ignore_eos=True)) == 2
+
+
 def test_settings_as_python_has_them() -> None:
     with pytest.raises(TypeError, match=r"unknown option max_num_sequences \(did you mean max_num_seqs\?\)"):
         LLM("demo", max_num_sequences=4)
