@@ -32,7 +32,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.compiled": ("paceline.core.scheduler",),
     "paceline.core": (),
     "paceline.config_file": ("paceline.core",),
-    "paceline.sim": ("paceline.core", "paceline.config_file"),
+    "paceline.sim": ("paceline.core", "paceline.config_file", "paceline.whole_file"),
     "paceline.engine": ("paceline.core",),
     "paceline.models": ("paceline_kernels",),
     "paceline.structured": ("paceline.core.grammar",),
