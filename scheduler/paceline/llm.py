@@ -329,7 +329,7 @@ def _as_prompt(prompt: object) -> Prompt:
         return [int(item) for item in items]
     if not all(_is_message(item) for item in items):
         raise InvalidArgument("prompt", prompt, PROMPTS)
-    return [_as_message(item) for item in items]
+    return [_as_message(f"chat.messages[{index}]", item) for index, item in enumerate(items)]
 
 
 def _is_message(item: object) -> bool:
@@ -337,10 +337,10 @@ def _is_message(item: object) -> bool:
     return isinstance(item, Mapping) or (hasattr(item, "role") and hasattr(item, "content"))
 
 
-def _as_message(item: Any) -> ChatMessage:
+def _as_message(field: str, item: Any) -> ChatMessage:
     given = item if isinstance(item, Mapping) else {"role": item.role, "content": item.content}
     if given.keys() != {"role", "content"} or not all(isinstance(value, str) for value in given.values()):
-        raise InvalidArgument("prompt", item, "chat messages, each of a role and a content that are texts")
+        raise InvalidArgument(field, item, "a ChatMessage, or a mapping with the keys role and content, of texts")
     return ChatMessage(**given)
 
 

@@ -78,7 +78,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         grammars=_grammars(choices.tokenizer, choices.config),
         max_logprobs=settings.max_logprobs,
     )
-    _warm_up(engine, device_steps=choices.backend == "triton")
+    _warm_up(engine, on_gpu=choices.gpu is not None)
     if choices.depth is None:
         costs = _costs(settings, choices, engine)
         engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=choices.max_depth), costs)
@@ -403,8 +403,8 @@ def _speculation(settings: EngineSettings) -> tuple[Method, int | None, int]:
         raise InvalidArgument("depth", settings.depth, allowed)
     if max_depth == 0:
         return Method.NONE, 0, 0
-    method = {"none": Method.NONE, "ngram": Method.NGRAM}.get(str(settings.draft), Method.DRAFT_MODEL)
-    return method, depth, max_depth
+    methods: dict[str | Path, Method] = {"none": Method.NONE, "ngram": Method.NGRAM}  # a path is a directory's
+    return methods.get(settings.draft, Method.DRAFT_MODEL), depth, max_depth
 
 
 def _check_pair(
@@ -444,17 +444,17 @@ def _default_sampling(config: ModelConfig) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def _warm_up(engine: Engine, *, device_steps: bool) -> None:
+def _warm_up(engine: Engine, *, on_gpu: bool) -> None:
     """Serve short requests of every kind, so that the first user does not wait for what is set up, or compiled, at
     first use; and forget what they taught.
 
     Args:
-        device_steps: there are some, so that steps of the host come up only with who wants to see logits.
+        on_gpu: there the host samples by kernels that are compiled at first use, for cuts and softmax in one or each
+            alone; and steps are the host's only with who wants to see logits, if there are others.
     """
     kinds = [SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), SamplingParams(seed=0)]
     _serve(engine, kinds, LogprobsParams())
-    if device_steps:
-        # By kernels of their own: cuts and softmax in one or each alone.
+    if on_gpu:
         alone = [SamplingParams(), SamplingParams(seed=0, top_p=0.9)]
         for some in (kinds, alone):
             _serve(engine, some, LogprobsParams(completion=0))

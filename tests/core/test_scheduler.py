@@ -9,7 +9,7 @@ from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
 from paceline.core.method import Method
 from paceline.core.params import SpeculationParams, StopParams
-from paceline.core.plan import StepPlan
+from paceline.core.plan import Finish, FinishReason, SequenceResult, StepPlan, StepResult
 from paceline.core.request import Request, RequestStatus
 from paceline.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 from paceline.sim import reference_output
@@ -450,6 +450,17 @@ def test_the_account_of_a_request() -> None:
     assert (stats.drafted_tokens, stats.accepted_tokens, stats.accepted_by_position) == (6, 6, (2, 2, 2))
     assert (stats.queue_seconds, stats.time_to_first_token, stats.total_seconds) == (3.0, 3.0, 5.0)
     assert stats.preemptions == 0
+
+
+def test_a_completion_without_a_token_has_no_first_one() -> None:
+    """A grammar may have a dead end right behind the prompt."""
+    harness = harness_of()
+    request = harness.add(4)
+    plan = harness.plan()
+    dead_end = SequenceResult(request.request_id, finish=Finish(FinishReason.DEAD_END))
+    [output] = harness.scheduler.update(plan, StepResult(plan.step_id, (dead_end,)), now=2.0)
+    assert output.finish == dead_end.finish
+    assert request.first_token is None
 
 
 def test_each_request_may_choose_its_method_and_bounds() -> None:

@@ -246,6 +246,8 @@ def test_tenants_that_take_turns_at_memory_read_no_more_than_they_write(
     requests = [shop.add(prompt, max_tokens, ignore_eos=True, tenant=name) for name in "ab"]
     shop.drain(max_steps=3 * len(requests) * (prompt // 8 + max_tokens))
     assert all(len(request.output_token_ids) == max_tokens for request in requests)
+    # Not the length of a stay, after which the token of a step that was on its way may still come.
+    assert all(0 < request.seconds_to_token <= length // 8 + 4 for request in requests)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -128,7 +128,7 @@ def test_a_message_is_one_as_the_client_takes_it(message: ChatMessage) -> None:
     "message", [{"role": "user"}, {"role": "user", "content": 1}, {"role": "user", "content": "x", "name": "y"}, {}]
 )
 def test_a_message_without_what_makes_it_one_is_refused(message: dict[str, object]) -> None:
-    with pytest.raises(InvalidArgument, match=r"prompt = .*: must be chat messages, each of a role and a content"):
+    with pytest.raises(InvalidArgument, match=r"chat.messages\[0\] = .*: must be a ChatMessage, or a mapping"):
         LLM.from_engine(make_engine()).generate([message])  # type: ignore[list-item]
 
 

@@ -421,9 +421,10 @@ async def test_stats_of_more_tenants_than_are_told_apart(free: Serving, monkeypa
 
 async def test_what_the_deadline_ends_is_counted_so(serving: Serving) -> None:
     """That of their RPC, as no step ends any of them."""
-    one = serving.stub.Generate(of("one"), timeout=0.3)
-    many = serving.stub.GenerateMany(timeout=0.3)
+    one = serving.stub.Generate(of("one"), timeout=3.0)
+    many = serving.stub.GenerateMany(timeout=3.0)
     await many.write(gen.GenerateManyRequest(key=1, start=of("many")))
+    await serving.until(lambda: len(serving.server.live) == 2)
     for call in (one, many):
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await serving.until(lambda: len(serving.server.live) == 0)

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.errors import PacelineError
 from paceline.server import SERVICE_NAME, GrpcServer
-from paceline.server.app import FLUSH_SECONDS, join_address
+from paceline.server.app import join_address
 from paceline.sim import reference_output
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
@@ -120,8 +120,9 @@ async def test_reflection_holds_no_stop_up(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["Generate", "GenerateMany"])
-async def test_the_grace_is_for_readers_too(many: bool) -> None:
+async def test_the_grace_is_for_readers_too(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All has been generated, and more is unread than fits into the buffers on the way."""
+    monkeypatch.setattr("paceline.server.app.FLUSH_SECONDS", flush_seconds := 0.1)
     options = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", -1)]
     async with serving_context(width=8192) as served, grpc.aio.insecure_channel(served.address, options) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -133,7 +134,7 @@ async def test_the_grace_is_for_readers_too(many: bool) -> None:
         served.runner.open()
         await served.until(lambda: served.idle)
         stopping = asyncio.create_task(served.server.stop(grace=3600))
-        await asyncio.sleep(2 * FLUSH_SECONDS)
+        await asyncio.sleep(2 * flush_seconds)
         assert not stopping.done()
         responses = [response async for response in call]
         last = responses[-1].responses[-1].response if many else responses[-1]

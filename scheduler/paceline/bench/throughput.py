@@ -140,10 +140,6 @@ def measure(
     a library sets up at the first sight of a shape; an unmeasured round comes first of all. A setting that the engine
     refuses raises its error before anything is measured.
     """
-    highest = engine.scheduler.config.max_depth
-    for name, bounds in depths.items():
-        if bounds.min_depth > highest:
-            raise InvalidArgument("depth", name, f"at most the engine's highest depth, {highest}")
     encoded = encode(engine, prompts)
     _check_lengths(max(map(len, encoded)), max_tokens, engine.scheduler.config.max_model_len)
     cells = {(size, name): Cell(size, name) for size in sizes for name in depths}

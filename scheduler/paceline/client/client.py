@@ -105,7 +105,7 @@ class AsyncClient:
     ) -> Generation:
         """`generate` for a message made by hand, which may use all of the contract."""
         metadata = self._connection.generation_metadata(request, traceparent)
-        timeout = check_timeout(timeout)  # not only when it is read
+        timeout = check_timeout(timeout)  # here already: the attempts begin, and check it, when it is read
 
         def start(remaining: float | None) -> GenerateCall:
             method: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]

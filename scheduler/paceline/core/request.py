@@ -44,6 +44,7 @@ class Request:
         scheduling: whose request it is, and when it is wanted.
         rank: its place among the waiting requests of its tenant, lowest first.
         admitted_at: when it last entered the batch.
+        awaits_token: it had none since.
         charged_seconds: engine time that its tenant was charged for it.
         limits: its highest depth by each of these methods, while its end is far.
         is_example: what it accepts says something of others.
@@ -131,6 +132,7 @@ class Request:
         self.seconds_to_token = 0.0
         self.rank = 0.0
         self.admitted_at = -math.inf
+        self.awaits_token = False
         self.charged_seconds = 0.0
         self.first_scheduled: float | None = None
         self.has_begun = False

@@ -626,7 +626,7 @@ class Scheduler:
         self.tenants.started(request)
         self.running[request.request_id] = request
         request.status = RUNNING
-        request.admitted_at = now
+        request.admitted_at, request.awaits_token = now, True
         if request.scheduling.time_per_output_token is not None:
             self._paced[request.request_id] = request.scheduling.time_per_output_token
         if request.first_scheduled is None:
@@ -780,8 +780,12 @@ class Scheduler:
         token_ids = sequence.token_ids
         offset = len(request.output_token_ids)
         request.emit(token_ids)
-        if request.num_in_vain or request.first_token is None:
-            self._first_of_stay(request, now)
+        if token_ids:
+            request.num_in_vain = 0
+            if request.first_token is None:
+                request.first_token = now
+            if running and request.awaits_token:
+                request.seconds_to_token, request.awaits_token = now - request.admitted_at, False
         if running:
             request.num_computed_tokens = request.num_tokens - 1
             # Asked inline, since a block is full at few steps only.
@@ -797,13 +801,6 @@ class Scheduler:
         stats = RequestStats.of(request, now)
         self._end(request)
         return RequestOutput(request.request_id, offset, token_ids, sequence.finish, stats)
-
-    def _first_of_stay(self, request: Request, now: float) -> None:
-        """It got a token, its first since it was admitted."""
-        request.seconds_to_token = now - request.admitted_at
-        request.num_in_vain = 0
-        if request.first_token is None:
-            request.first_token = now
 
     def _preempt(self, request: Request) -> None:
         """Take all blocks back; the request will be computed anew, its emitted tokens included."""

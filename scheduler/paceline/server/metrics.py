@@ -135,7 +135,7 @@ class _RequestTimes:
         if reason is not None:
             self._whole.observe(now - request.arrival)
             later_tokens = len(request.output_token_ids) - 1
-            if later_tokens:
+            if later_tokens > 0:
                 self._per_token.observe((now - request.first_token) / later_tokens)
 
 

@@ -45,7 +45,7 @@ def render(study: Study, title: str) -> None:
     console.print(
         f"{study.seconds:.1f} s, {study.steps} steps of {study.longest_step:.3f} s at most, "
         f"{summary['tokens_per_second']:.0f} tokens/s, {summary['requests_per_second']:.2f} requests/s, "
-        f"in time {100.0 * summary['in_time']:.1f} % of those that ended"
+        f"in time {100.0 * summary['in_time']:.1f} % of those that ended, {summary['unfinished']} not ended"
     )
     service, bound = summary["backlogged_service"], study.service_bound
     if len(service) > 1 and study.backlogged_seconds > bound and min(service.values()) > 0.0:

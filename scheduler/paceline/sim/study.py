@@ -108,6 +108,7 @@ class Study:
         tokens = sum(tenant.completion_tokens for tenant in self.tenants.values())
         finished = sum(tenant.finished for tenant in self.tenants.values())
         refused = sum(tenant.refused for tenant in self.tenants.values())
+        arrived = sum(tenant.arrived for tenant in self.tenants.values())
         return {
             "seconds": self.seconds,
             "steps": self.steps,
@@ -116,6 +117,7 @@ class Study:
             "requests_per_second": finished / self.seconds if self.seconds else 0.0,
             # Of those that have ended: what becomes of others when the time is over, nobody knows.
             "in_time": sum(tenant.in_time for tenant in self.tenants.values()) / max(1, finished + refused),
+            "unfinished": arrived - finished - refused,
             "tenants": {name: tenant.summary() for name, tenant in self.tenants.items()},
             "service_bound": self.service_bound,
             "backlogged_seconds": self.backlogged_seconds,
