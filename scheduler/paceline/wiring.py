@@ -78,7 +78,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         grammars=_grammars(choices.tokenizer, choices.config),
         max_logprobs=settings.max_logprobs,
     )
-    _warm_up(engine, on_gpu=choices.gpu is not None)
+    _warm_up(engine, on_gpu=choices.gpu is not None or choices.backend == "triton")  # which may be interpreted
     if choices.depth is None:
         costs = _costs(settings, choices, engine)
         engine.scheduler.speculation = SpeculationControl(AdaptiveDepth(costs, max_depth=choices.max_depth), costs)
