@@ -239,7 +239,12 @@ async def test_control_c_ends_the_run_and_loses_nothing(server: FakeServer, tmp_
     configs = (LoadConfig(num_prompts=2, seed=seed) for seed in count())
     seed = next(config.seed for config in configs if [one.prompt for one in plan(config, prompts).requests] == prompts)
     options = ["--num-prompts", "4", "--max-concurrency", "1", "--seed", f"{seed}", "--json", f"{out}"]
-    process = await start("--target", f"grpc://{server.address}", "--prompts", f"{lines}", *options)
+    # Where tests run in the background, SIGINT is ignored, and by what they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = await start("--target", f"grpc://{server.address}", "--prompts", f"{lines}", *options)
+    finally:
+        signal.signal(signal.SIGINT, before)
     while len(server.requests) < 2:  # noqa: ASYNC110 the server has no event for this
         await asyncio.sleep(0.01)
     process.send_signal(signal.SIGINT)
