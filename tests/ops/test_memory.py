@@ -60,3 +60,26 @@ def test_a_container_has_what_its_limit_leaves(cgroup: Path, most: str | int, cu
 def test_pages_of_files_are_free(cgroup: Path, stat: str, free: int) -> None:
     fill(cgroup, 300 * MIB, 260 * MIB, stat)
     assert memory.free_memory() == free * MIB
+
+
+def test_what_is_read_together_lies_side_by_side() -> None:
+    pages = memory.LargePages()
+    sizes = (100, memory.SMALL, memory.SMALL + 1, 3 * MIB)
+    parts = [pages.zeros(size) for size in sizes]
+    for value, part in enumerate(parts, 1):
+        assert not part.any()
+        part.fill_(value)
+    assert [len(part) for part in parts] == list(sizes)
+    assert all((part == value).all() for value, part in enumerate(parts, 1))
+    begins = [part.data_ptr() - parts[0].data_ptr() for part in parts]
+    assert begins == [0, memory.SMALL, 2 * memory.SMALL, 4 * memory.SMALL]
+    assert parts[0].data_ptr() % memory.LARGE == 0
+
+
+def test_what_no_stretch_holds_gets_its_own() -> None:
+    pages = memory.LargePages()
+    small, large = pages.zeros(1), pages.zeros(memory.STRETCH + 1)
+    large[-1] = 1
+    assert len(large) == memory.STRETCH + 1
+    assert small.item() == 0
+    assert len(pages.zeros(memory.STRETCH)) == memory.STRETCH

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline_kernels.batch import PagedBatch
 from paceline_kernels.cpu.build import load, obstacle
-from paceline_kernels.cpu.memory import largest_cache, zeros
+from paceline_kernels.cpu.memory import LargePages, largest_cache, zeros
 
 LANES = 16  # positions of a block that lie side by side: blocks are padded to as many
 TILE = 32  # outputs of one tile of packed weights
@@ -135,6 +135,7 @@ class Matrix:
     """Packed weights [outputs, inputs] and a bias [outputs], filled by rows of a checkpoint.
 
     Args:
+        pages: where it lies, beside the matrices that are read before and after it; by default apart.
         interleaved: two matrices of `outputs` outputs each, that take turns tile by tile: gate and up.
 
     Attributes:
@@ -142,14 +143,24 @@ class Matrix:
             other things may stay. Products are the same.
     """
 
-    def __init__(self, kind: Kind, outputs: int, inputs: int, *, bias: bool = False, interleaved: bool = False) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        outputs: int,
+        inputs: int,
+        pages: LargePages | None = None,
+        *,
+        bias: bool = False,
+        interleaved: bool = False,
+    ) -> None:
         self.kind = kind
         self.inputs = inputs
         self._parts = 2 if interleaved else 1
         self._tiled = -(-outputs // TILE) * TILE if interleaved else outputs
         self.outputs = self._tiled * self._parts
         padded = -(-self.outputs // TILE) * TILE
-        self._data = zeros((_library().paceline_packed_bytes(kind, self.outputs, inputs),), torch.uint8)
+        size = _library().paceline_packed_bytes(kind, self.outputs, inputs)
+        self._data = zeros((size,), torch.uint8) if pages is None else pages.zeros(size)
         self._scales = torch.zeros(padded) if kind is Kind.INT8 else None
         self._bias = torch.zeros(padded) if bias else None
         self.streamed = False

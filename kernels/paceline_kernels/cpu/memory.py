@@ -17,6 +17,8 @@ from torch import Tensor
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 CGROUP = Path("/sys/fs/cgroup")  # of a container, its own
 LARGE = 2 << 20  # bytes of a large page, and the least that is worth one
+SMALL = 4 << 10  # bytes of a page
+STRETCH = 64 << 20  # bytes; of what is never written, nothing is taken
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -31,6 +33,21 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     skipped = -whole.data_ptr() % LARGE
     return whole[skipped : skipped + size].view(dtype).view(shape)
+
+
+class LargePages:
+    """Memory for what is read together, side by side in large pages: what is smaller than one gets none by itself."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, size: int) -> Tensor:
+        """[size] uint8, from the begin of a small page on. Memory is taken where it is first written."""
+        room = -(-size // SMALL) * SMALL
+        if room > len(self._left):
+            self._left = zeros((max(room, STRETCH),), torch.uint8)
+        taken, self._left = self._left[:size], self._left[room:]
+        return taken
 
 
 def free_memory() -> int:

@@ -13,6 +13,7 @@ from paceline.models.decoder import rotary_tables
 from paceline.models.model import Slot
 from paceline_kernels.cpu import decoder
 from paceline_kernels.cpu.decoder import Kind, Layer, Matrix, Weights
+from paceline_kernels.cpu.memory import LargePages
 
 
 class NativeDecoder:
@@ -36,13 +37,14 @@ class NativeDecoder:
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         cos, sin = rotary_tables(config, max_positions or config.max_position_embeddings)
         tied = config.tie_word_embeddings
+        pages = LargePages()
         self._weights = Weights(
-            layers=[self._layer(hidden, heads) for _ in range(config.num_layers)],
+            layers=[self._layer(hidden, heads, pages) for _ in range(config.num_layers)],
             norm=torch.zeros(hidden),
             cos=cos.contiguous(),
             sin=sin.contiguous(),
             embedding=None if tied else torch.zeros(config.vocab_size, hidden, dtype=dtype),
-            head=Matrix(self._kind, config.vocab_size, hidden),
+            head=Matrix(self._kind, config.vocab_size, hidden, pages),
         )
         self._decoder = decoder.Decoder(
             self._weights,
@@ -57,7 +59,7 @@ class NativeDecoder:
         self.logits = self._decoder.logits
         self.draft = self._decoder.draft
 
-    def _layer(self, hidden: int, heads: int) -> Layer:
+    def _layer(self, hidden: int, heads: int, pages: LargePages) -> Layer:
         config = self.config
         kv = config.num_kv_heads * config.head_dim
         head_norm = torch.zeros(config.head_dim) if config.qk_norm else None
@@ -66,10 +68,10 @@ class NativeDecoder:
             post_norm=torch.zeros(hidden),
             q_norm=head_norm,
             k_norm=None if head_norm is None else head_norm.clone(),
-            qkv=Matrix(self._kind, heads + 2 * kv, hidden, bias=config.attention_bias),
-            output=Matrix(self._kind, hidden, heads, bias=config.output_bias),
-            gate_up=Matrix(self._kind, config.intermediate_size, hidden, bias=config.mlp_bias, interleaved=True),
-            down=Matrix(self._kind, hidden, config.intermediate_size, bias=config.mlp_bias),
+            qkv=Matrix(self._kind, heads + 2 * kv, hidden, pages, bias=config.attention_bias),
+            output=Matrix(self._kind, hidden, heads, pages, bias=config.output_bias),
+            gate_up=Matrix(self._kind, config.intermediate_size, hidden, pages, bias=config.mlp_bias, interleaved=True),
+            down=Matrix(self._kind, hidden, config.intermediate_size, pages, bias=config.mlp_bias),
         )
 
     def slots(self) -> dict[str, Slot]:
