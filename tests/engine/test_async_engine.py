@@ -427,11 +427,21 @@ class TestSubmit:
         assert len(tokenizer.threads) == 3
 
     @pytest.mark.parametrize(
-        ("sampling", "elsewhere"),
-        [(SamplingParams(temperature=0.0), False), (SamplingParams(temperature=0.0, bad_words=("a",)), True)],
+        ("asked", "elsewhere"),
+        [
+            (make_request(), False),
+            (replace(make_request(), sampling=SamplingParams(temperature=0.0, bad_words=("a",))), True),
+            (make_request(strings=("x",) * 16), False),
+            (make_request(strings=("x" * 256,) * 3), True),
+            (replace(make_request(), prompt=[ChatMessage("user", "x")] * 3), False),
+            (replace(make_request(), prompt=[ChatMessage("user", "x")] * 100), True),
+        ],
+        ids=["short", "bad words", "stop strings", "long stop strings", "messages", "many messages"],
     )
-    async def test_bad_words_are_encoded_outside_the_loop(self, sampling: SamplingParams, elsewhere: bool) -> None:
-        engine = make_engine()
+    async def test_what_takes_long_is_prepared_outside_the_loop(
+        self, asked: GenerationRequest, elsewhere: bool
+    ) -> None:
+        engine = make_engine(num_blocks=4000, max_model_len=15000, max_num_batched_tokens=8192)
         threads: list[int] = []
         prepare = engine.prepare
 
@@ -441,7 +451,7 @@ class TestSubmit:
 
         engine.prepare = noted  # type: ignore[method-assign]
         async with running(engine) as served:
-            await read(await served.submit(replace(make_request(), sampling=sampling)))
+            await read(await served.submit(asked))
         assert [thread != threading.get_ident() for thread in threads] == [elsewhere]
 
     async def test_before_the_start(self) -> None:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 # Text longer than this, in characters, is tokenised in another thread: about a millisecond's worth.
 LONG_TEXT = 4096
 LONG_IDS = 256  # as much, in tokens to be made text
+LONG_STOPS = 512  # as much, in characters of stop strings
+MESSAGE_CHARS = 64  # a message of a conversation takes as long as so many characters, besides those that it has
 IDLE_SECONDS = 1.0  # without work, before the invariants are checked
 
 
@@ -310,14 +312,19 @@ class AsyncEngine:
 
 def _takes_long(request: GenerationRequest) -> bool:
     """To prepare: the event loop cannot wait for it. Each bad word is encoded by itself, twice."""
-    return request.grammar is not None or bool(request.sampling.bad_words) or _text_length(request.prompt) > LONG_TEXT
+    return (
+        request.grammar is not None
+        or bool(request.sampling.bad_words)
+        or sum(map(len, request.stop.strings)) > LONG_STOPS
+        or _text_length(request.prompt) > LONG_TEXT
+    )
 
 
 def _text_length(prompt: Prompt) -> int:
-    """Characters to tokenise."""
+    """Characters to tokenise, and what as many messages take to be rendered."""
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(item.content) for item in prompt if isinstance(item, ChatMessage))
+    return sum(MESSAGE_CHARS + len(item.content) for item in prompt if isinstance(item, ChatMessage))
 
 
 def _dead(cause: BaseException) -> EngineDead:

@@ -48,10 +48,15 @@ SHORTEST_WAIT = 0.001  # seconds; rounding could make a shorter one end before t
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request in the model's own terms: `Engine.prepare` makes it, `Engine.add` takes it."""
+    """A request in the model's own terms: `Engine.prepare` makes it, `Engine.add` takes it.
+
+    Attributes:
+        stop_strings: finds them, for all of its completions; None without any.
+    """
 
     prompt_token_ids: tuple[int, ...]
     constraints: Constraints
+    stop_strings: StopMatcher | None
 
 
 class Engine:
@@ -137,7 +142,8 @@ class Engine:
         if request.stop.min_tokens > room:
             allowed = f"at most {room}, the room behind the prompt"
             raise InvalidArgument("stop.min_tokens", request.stop.min_tokens, allowed, reason=Reason.PROMPT_TOO_LONG)
-        return Prepared(prompt, self._constraints(request))
+        stop_strings = StopMatcher(request.stop.strings) if request.stop.strings else None
+        return Prepared(prompt, self._constraints(request), stop_strings)
 
     def tokenize(self, prompt: Prompt, field: str = "prompt_text") -> tuple[int, ...]:
         """The ids of a prompt. Changes nothing, like `prepare`, and refuses what that refuses of a prompt.
@@ -201,16 +207,14 @@ class Engine:
         prepared = self.prepare(request) if prepared is None else prepared
         now = self.clock()  # the same for all, so that what the first may do the others may too
         ids = [next(self._ids) for _ in range(request.n)]
-        matcher = StopMatcher(request.stop.strings) if request.stop.strings else None
         for choice, request_id in enumerate(ids):
-            self._add_completion(request, prepared, matcher, choice, request_id, ids[0], now)
+            self._add_completion(request, prepared, choice, request_id, ids[0], now)
         return ids[0]
 
     def _add_completion(
         self,
         request: GenerationRequest,
         prepared: Prepared,
-        matcher: StopMatcher | None,
         choice: int,
         request_id: int,
         first_id: int,
@@ -233,7 +237,8 @@ class Engine:
             num_siblings=request.n - 1 - choice,
             scheduling=request.scheduling,
         )
-        checker = StopChecker(request.stop, self.tokenizer, prompt, self.scheduler.config.eos_token_ids, matcher)
+        eos_token_ids = self.scheduler.config.eos_token_ids
+        checker = StopChecker(request.stop, self.tokenizer, prompt, eos_token_ids, prepared.stop_strings)
         known: list[TokenLogprobs | None] | None = None if logprobs.prompt is None else [None] * len(prompt)
         self._completions.add(Completion(added, checker, known))
         self.usage.of(added.tenant).completions += 1
