@@ -19,10 +19,11 @@ import pytest
 
 from engine.test_engine import EditedRunner, logprob_of, with_logprobs
 from engine.toy import FailingRunner, GatedRunner, ToyTokenizer, expected, make_engine, make_request, num_free
-from paceline.core.params import LogprobsParams, SamplingParams
+from paceline.core.params import LogprobsParams, SamplingParams, SchedulingParams
 from paceline.core.plan import StepPlan, StepResult
 from paceline.engine import AsyncEngine, ChatMessage, Engine, GenerationRequest, Output, Stream, async_engine
 from paceline.engine.engine import Prepared
+from paceline.engine.fair_threads import FairThreads
 from paceline.errors import Cancelled, EngineDead, InvalidArgument, ResourceExhausted, Unavailable
 
 lags = pytest.mark.parametrize("lag", [0, 1])
@@ -453,6 +454,30 @@ class TestSubmit:
         async with running(engine) as served:
             await read(await served.submit(asked))
         assert [thread != threading.get_ident() for thread in threads] == [elsewhere]
+
+    async def test_a_flood_of_what_takes_long_to_prepare_keeps_no_other_tenant_waiting(self) -> None:
+        engine = make_engine()
+        prepared: list[str] = []
+        prepare, gate = engine.prepare, threading.Event()
+
+        def noted(request: GenerationRequest) -> Prepared:
+            prepared.append(request.scheduling.tenant)
+            assert gate.wait(60)
+            return prepare(request)
+
+        engine.prepare = noted  # type: ignore[method-assign]
+        asked = replace(make_request(), sampling=SamplingParams(temperature=0.0, bad_words=("a",)))
+        async with running(engine) as served:
+            served._threads = FairThreads(1)
+            tasks = []
+            for tenant in ["flood"] * 5 + ["calm"]:
+                request = replace(asked, scheduling=SchedulingParams(tenant=tenant))
+                tasks.append(asyncio.create_task(served.submit(request)))
+                await asyncio.sleep(0)
+            gate.set()
+            for stream in await asyncio.gather(*tasks):
+                await read(stream)
+        assert prepared == ["flood", "flood", "calm", "flood", "flood", "flood"]
 
     async def test_before_the_start(self) -> None:
         served = AsyncEngine(make_engine())

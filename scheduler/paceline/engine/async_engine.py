@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from paceline.core.plan import StepPlan, StepResult
 from paceline.engine.engine import Engine
+from paceline.engine.fair_threads import FairThreads
 from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stream import Stream, publish
 from paceline.engine.turns import Turns
@@ -62,6 +63,7 @@ class AsyncEngine:
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()  # no request is live
         self._empty.set()
+        self._threads = FairThreads()
         self._worker = forward_worker() if worker is None else worker
         # Waits for steps that were launched, while the worker launches the next.
         self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-results")
@@ -99,7 +101,7 @@ class AsyncEngine:
         """
         self._check_open()
         if _takes_long(request):
-            prepared = await asyncio.to_thread(self.engine.prepare, request)
+            prepared = await self._threads.run(request.scheduling.tenant, self.engine.prepare, request)
             self._check_open()
         else:
             prepared = self.engine.prepare(request)
@@ -118,16 +120,24 @@ class AsyncEngine:
         self._wake.set()
         return stream
 
-    async def tokenize(self, prompt: Prompt, field: str = "prompt_text") -> tuple[int, ...]:
-        """The ids of a prompt, as `submit` would read it. Arguments and errors are those of `Engine.tokenize`."""
+    async def tokenize(self, prompt: Prompt, field: str = "prompt_text", *, tenant: str = "") -> tuple[int, ...]:
+        """The ids of a prompt, as `submit` would read it. Arguments and errors are those of `Engine.tokenize`.
+
+        Args:
+            tenant: whose turn it takes, where it takes long.
+        """
         if _text_length(prompt) > LONG_TEXT:
-            return await asyncio.to_thread(self.engine.tokenize, prompt, field)
+            return await self._threads.run(tenant, self.engine.tokenize, prompt, field)
         return self.engine.tokenize(prompt, field)
 
-    async def detokenize(self, token_ids: Sequence[int], special_tokens: bool) -> str:
-        """The text of tokens, as a stream would show it. Arguments and errors are those of `Engine.detokenize`."""
+    async def detokenize(self, token_ids: Sequence[int], special_tokens: bool, *, tenant: str = "") -> str:
+        """The text of tokens, as a stream would show it. Arguments and errors are those of `Engine.detokenize`.
+
+        Args:
+            tenant: as for `tokenize`.
+        """
         if len(token_ids) > LONG_IDS:
-            return await asyncio.to_thread(self.engine.detokenize, token_ids, special_tokens)
+            return await self._threads.run(tenant, self.engine.detokenize, token_ids, special_tokens)
         return self.engine.detokenize(token_ids, special_tokens)
 
     def abort(self, request_id: int) -> bool:

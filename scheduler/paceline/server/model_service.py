@@ -45,12 +45,12 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         return pb.ListModelsResponse(models=[describe(engine, caller.tenant)] if usable else [])
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        engine = self._serving(request.model)
+        engine, tenant = self._serving(request.model), current_call().caller.tenant or ""
         match request.WhichOneof("prompt"):
             case "text":
-                ids = await engine.tokenize(request.text, "text")
+                ids = await engine.tokenize(request.text, "text", tenant=tenant)
             case "chat":
-                ids = await engine.tokenize(read_chat(request.chat))
+                ids = await engine.tokenize(read_chat(request.chat), tenant=tenant)
             case _:
                 raise InvalidArgument("prompt", None, "one of text and chat")
         if len(ids) > MANY_IDS:
@@ -58,8 +58,8 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         return pb.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        engine = self._serving(request.model)
-        text = await engine.detokenize(request.token_ids, special_tokens=request.include_special_tokens)
+        engine, tenant = self._serving(request.model), current_call().caller.tenant or ""
+        text = await engine.detokenize(request.token_ids, request.include_special_tokens, tenant=tenant)
         return pb.DetokenizeResponse(text=text)
 
     def _serving(self, model: str) -> AsyncEngine:

@@ -1,0 +1,71 @@
+"""What would take the event loop too long, in its other threads: tenant after tenant, whoever has how much of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+
+# The event loop's threads are four more than the cores, and 32 at most: some are left for what is to be sent.
+PLACES = min(os.cpu_count() or 1, 28)
+
+
+class FairThreads:
+    """Calls that wait for a thread get one in turns, one call of each tenant and around: a flood of them keeps no
+    other tenant waiting for longer than one of its calls takes. To be used on the event loop's thread.
+
+    Args:
+        places: calls that run at once.
+    """
+
+    def __init__(self, places: int = PLACES) -> None:
+        self._free = places
+        # By tenant, those whose turn comes first in front; no tenant without a call.
+        self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}
+
+    async def run(self, tenant: str, function: Callable[[*Arguments], T], *args: *Arguments) -> T:
+        """What the call returns, or raises. Where this is cancelled, a call that runs goes on, and keeps its place."""
+        await self._turn(tenant)
+        call = asyncio.get_running_loop().run_in_executor(None, function, *args)
+        call.add_done_callback(lambda _: self._leave())
+        return await asyncio.shield(call)
+
+    async def _turn(self, tenant: str) -> None:
+        """Take a place, once there is one for the tenant."""
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, {})[turn] = None
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._drop(tenant, turn)
+            else:  # the place has just been given to it
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Give a place to whoever is next, or back."""
+        while self._waiting:
+            tenant, turns = next(iter(self._waiting.items()))
+            turn = next(iter(turns))
+            self._drop(tenant, turn)
+            if tenant in self._waiting:  # behind all others
+                self._waiting[tenant] = self._waiting.pop(tenant)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def _drop(self, tenant: str, turn: asyncio.Future[None]) -> None:
+        """It waits no more. Not in there: no effect."""
+        turns = self._waiting.get(tenant, {})
+        turns.pop(turn, None)
+        if not turns:
+            self._waiting.pop(tenant, None)

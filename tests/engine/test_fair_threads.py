@@ -1,0 +1,89 @@
+"""Calls in other threads, tenant after tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from paceline.engine.fair_threads import FairThreads
+
+
+class Gate:
+    """Calls that say that they run, and wait there until they may go on."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self._begun = threading.Event()
+        self._open = threading.Event()
+
+    def call(self, name: str) -> str:
+        self.ran.append(name)
+        self._begun.set()
+        assert self._open.wait(60)
+        return name
+
+    async def wait_begun(self) -> None:
+        """Until the first call runs."""
+        assert await asyncio.to_thread(self._begun.wait, 60)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+async def turns_of_the_loop() -> None:
+    """So many that whoever can go on has done so."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_tenants_take_turns() -> None:
+    threads, gate = FairThreads(1), Gate()
+    asked = [("flood", f"flood {i}") for i in range(4)] + [("calm", "calm 0"), ("calm", "calm 1"), ("late", "late 0")]
+    tasks = []
+    for tenant, name in asked:
+        tasks.append(asyncio.create_task(threads.run(tenant, gate.call, name)))
+        await turns_of_the_loop()
+    gate.open()
+    assert await asyncio.gather(*tasks) == [name for _, name in asked]
+    assert gate.ran == ["flood 0", "flood 1", "calm 0", "late 0", "flood 2", "calm 1", "flood 3"]
+    assert await threads.run("calm", gate.call, "again") == "again"
+
+
+async def test_a_call_may_raise() -> None:
+    threads = FairThreads(1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="invalid literal"):
+            await threads.run("", int, "no number")
+
+
+async def test_who_is_cancelled_leaves_no_place_taken_and_no_call_behind() -> None:
+    threads, gate = FairThreads(1), Gate()
+    runs = asyncio.create_task(threads.run("a", gate.call, "runs"))
+    await gate.wait_begun()
+    waits = [asyncio.create_task(threads.run(tenant, gate.call, f"waits {tenant}")) for tenant in "aabc"]
+    await turns_of_the_loop()
+    for task in (runs, waits[0], waits[2]):
+        task.cancel()
+    await turns_of_the_loop()
+    assert gate.ran == ["runs"]  # the thread is busy, whoever still waits for it
+    gate.open()
+    assert await waits[1] == "waits a"
+    assert await waits[3] == "waits c"
+    assert gate.ran == ["runs", "waits a", "waits c"]
+    assert await threads.run("a", gate.call, "again") == "again"
+
+
+async def test_who_is_cancelled_as_the_turn_comes_hands_it_on() -> None:
+    threads, gate = FairThreads(1), Gate()
+    gate.open()
+    await threads._turn("a")
+    left, next_one = (asyncio.create_task(threads.run("a", gate.call, name)) for name in ("left", "next"))
+    await turns_of_the_loop()
+    threads._leave()
+    left.cancel()
+    assert await next_one == "next"
+    assert left.cancelled()
+    assert gate.ran == ["next"]
+    assert await threads.run("a", gate.call, "again") == "again"
