@@ -24,7 +24,8 @@ from paceline.core.plan import StepPlan, StepResult
 from paceline.engine import AsyncEngine, ChatMessage, Engine, GenerationRequest, Output, Stream, async_engine
 from paceline.engine.engine import Prepared
 from paceline.engine.fair_threads import FairThreads
-from paceline.errors import Cancelled, EngineDead, InvalidArgument, ResourceExhausted, Unavailable
+from paceline.errors import Cancelled, EngineDead, InvalidArgument, QueueTimeout, ResourceExhausted, Unavailable
+from paceline.sim.clock import VirtualClock
 
 lags = pytest.mark.parametrize("lag", [0, 1])
 Completion = tuple[tuple[int, ...], str]
@@ -478,6 +479,26 @@ class TestSubmit:
             for stream in await asyncio.gather(*tasks):
                 await read(stream)
         assert prepared == ["flood", "flood", "calm", "flood", "flood", "flood"]
+
+    async def test_times_count_from_before_the_preparation(self) -> None:
+        engine = make_engine()
+        prepare, clock = engine.prepare, engine.clock
+        assert isinstance(clock, VirtualClock)
+
+        def slow(request: GenerationRequest) -> Prepared:
+            clock.advance(3.0)
+            return prepare(request)
+
+        engine.prepare = slow  # type: ignore[method-assign]
+        asked = replace(make_request(), sampling=SamplingParams(temperature=0.0, bad_words=("a",)))
+        async with running(engine) as served:
+            deltas = [delta async for delta in await served.submit(asked)]
+            stats = deltas[-1].stats
+            assert stats is not None
+            assert (stats.queue_seconds, stats.time_to_first_token, stats.total_seconds) == (3.0, 3.0, 3.0)
+            impatient = replace(asked, scheduling=SchedulingParams(queue_timeout=2.0))
+            with pytest.raises(QueueTimeout, match=r"within scheduling.queue_timeout, 2 s"):
+                await read(await served.submit(impatient))
 
     async def test_before_the_start(self) -> None:
         served = AsyncEngine(make_engine())

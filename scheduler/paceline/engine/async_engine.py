@@ -100,13 +100,14 @@ class AsyncEngine:
             PacelineError: whatever `Engine.prepare` and `Engine.add` refuse.
         """
         self._check_open()
+        arrival = self.engine.clock()
         if _takes_long(request):
             prepared = await self._threads.run(request.scheduling.tenant, self.engine.prepare, request)
             self._check_open()
         else:
             prepared = self.engine.prepare(request)
         self._check_time(request)
-        request_id = self.engine.add(request, prepared)
+        request_id = self.engine.add(request, prepared, arrival)
         stream = Stream(
             request_id,
             len(prepared.prompt_token_ids),

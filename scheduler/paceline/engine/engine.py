@@ -187,11 +187,12 @@ class Engine:
         pieces = [decoder.push(token_id) for token_id in self._check_ids("token_ids", token_ids)]
         return "".join(pieces) + decoder.flush()
 
-    def add(self, request: GenerationRequest, prepared: Prepared | None = None) -> int:
+    def add(self, request: GenerationRequest, prepared: Prepared | None = None, arrival: float | None = None) -> int:
         """Queue a request, all of its completions or none.
 
         Args:
             prepared: what `prepare` gave for the request, if it was called before.
+            arrival: when it came, on the engine's clock, which its times count from; None: now.
 
         Returns:
             The id of its first completion; those of the others follow. Ids are never used again.
@@ -205,7 +206,8 @@ class Engine:
         if self._failed:
             raise EngineDead("the engine failed and serves no more requests")
         prepared = self.prepare(request) if prepared is None else prepared
-        now = self.clock()  # the same for all, so that what the first may do the others may too
+        # The same for all, so that what the first may do the others may too.
+        now = self.clock() if arrival is None else arrival
         ids = [next(self._ids) for _ in range(request.n)]
         for choice, request_id in enumerate(ids):
             self._add_completion(request, prepared, choice, request_id, ids[0], now)
