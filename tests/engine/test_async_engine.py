@@ -480,6 +480,26 @@ class TestSubmit:
                 await read(stream)
         assert prepared == ["flood", "flood", "calm", "flood", "flood", "flood"]
 
+    async def test_nothing_is_prepared_for_a_full_queue(self) -> None:
+        engine = make_engine(max_queued=1)
+        gated = engine.runner = GatedRunner(engine.runner)
+        prepare, prepared = engine.prepare, list[GenerationRequest]()
+
+        def noted(request: GenerationRequest) -> Prepared:
+            prepared.append(request)
+            return prepare(request)
+
+        engine.prepare = noted  # type: ignore[method-assign]
+        asked = replace(make_request(), sampling=SamplingParams(temperature=0.0, bad_words=("a",)))
+        async with running(engine) as served:
+            waiting = await served.submit(asked)
+            with pytest.raises(Unavailable, match="1 requests are waiting, and max_queued is 1"):
+                await served.submit(asked)
+            assert prepared == [asked]
+            gated.gate.release(1000)
+            await read(waiting)
+            await read(await served.submit(asked))
+
     async def test_times_count_from_before_the_preparation(self) -> None:
         engine = make_engine()
         prepare, clock = engine.prepare, engine.clock

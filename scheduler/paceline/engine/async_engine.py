@@ -102,6 +102,8 @@ class AsyncEngine:
         self._check_open()
         arrival = self.engine.clock()
         if _takes_long(request):
+            # Whoever comes again and again to a full queue shall not cost more than those who are in it.
+            self.engine.scheduler.check_queue(request.scheduling.tenant, 1, arrival)
             prepared = await self._threads.run(request.scheduling.tenant, self.engine.prepare, request)
             self._check_open()
         else:
