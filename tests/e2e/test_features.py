@@ -145,6 +145,18 @@ def test_peer_18_a_grammar_ends_within_a_run(engine: Engine, method: Method) -> 
         assert ended.finish == Finish(FinishReason.EOS)
 
 
+@pytest.mark.parametrize("method", list(Method))
+def test_an_id_that_ends_a_grammar_is_no_part_of_its_text(engine: Engine, method: Method) -> None:
+    """Where the text might go on such an id may end it all the same, whatever is ignored and shown elsewhere."""
+    stop = StopParams(ignore_eos=True, include_special_tokens=True)
+    sampling = SamplingParams(temperature=0.0, logit_bias=((END_OF_TEXT_ID, 100.0),))
+    request = GenerationRequest((5, 6), sampling, stop, speculation(method), grammar=regex("[a-f]{3,30}"))
+    [ended] = generate(engine, [request])
+    assert ended.token_ids[-1] == END_OF_TEXT_ID
+    assert re.fullmatch("[a-f]{3,30}", ended.text)
+    assert ended.finish == Finish(FinishReason.EOS, stop_token_id=END_OF_TEXT_ID)
+
+
 @pytest.mark.parametrize("method", DRAFTING)
 def test_what_a_grammar_forces_is_drafted_and_accepted(engine: Engine, method: Method) -> None:
     """Whatever the drafter would have said."""

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paceline.core.grammar import Grammar, GrammarSpec, Matcher
+from paceline.errors import InvalidArgument
 from paceline.structured import LLGuidanceCompiler
 from paceline.structured import compiler as compiler_module
 from paceline.structured.matcher import NOTHING_FOLLOWS
@@ -400,6 +401,13 @@ def test_a_model_without_an_end(tokenizer: PreTrainedTokenizerBase) -> None:
     assert matcher.forced(3) == []
     assert (matcher.masks([1, 2]) == -1).all()
     assert matcher.failure is None
+
+
+def test_a_model_without_an_end_cannot_write_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Whatever it wrote would not match."""
+    with pytest.raises(InvalidArgument, match=NOTHING_FOLLOWS):
+        LLGuidanceCompiler(tokenizer, PADDED).compile(regex("()"))
+    assert LLGuidanceCompiler(tokenizer, PADDED, [EOS]).compile(regex("()")).matcher().forced(2) == [EOS]
 
 
 def test_a_stop_id_at_the_end_is_no_part_of_the_text() -> None:

@@ -85,7 +85,8 @@ class Completions:
         if sequence.failure is not None:
             end_of_run = Finish(FinishReason.DEAD_END, detail=sequence.failure)
         elif sequence.grammar_end is not None:
-            token_ids, end_of_run = token_ids[: sequence.grammar_end], Finish(FinishReason.EOS)
+            token_ids = token_ids[: sequence.grammar_end]
+            end_of_run = completion.checker.end_of_grammar(token_ids)
         if not token_ids and end_of_run is None:
             return sequence
         kept, text, finish = completion.checker.cut(completion.request, token_ids, end_of_run)

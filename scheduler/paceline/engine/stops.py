@@ -88,6 +88,13 @@ class StopChecker:
             shown += self._held + self._decoder.flush()
         return kept, shown, finish
 
+    def end_of_grammar(self, token_ids: tuple[int, ...]) -> Finish:
+        """Of a completion that is whole with these tokens. An end-of-sequence id that says so has no text, even where
+        `ignore_eos` makes it no stop anywhere else.
+        """
+        last = token_ids[-1]
+        return Finish(FinishReason.EOS, stop_token_id=last if last in self._eos_token_ids else None)
+
     def _scan(self, matcher: StopMatcher, piece: str, may_match: bool) -> tuple[str, str | None]:
         """Text that is decided now that `piece` follows, and the stop string found in it."""
         text = self._held + piece

@@ -153,7 +153,7 @@ class LLGuidanceMatcher:
                 return position
             if row.any():
                 rows[position] = row
-            elif not self._accepting(drafts[:position]):
+            elif not (position or self._emitted) or not self._accepting(drafts[:position]):
                 rows[position] = row
                 if position == 0:
                     self._failure = NOTHING_FOLLOWS
