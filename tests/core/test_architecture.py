@@ -53,7 +53,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.client": ("paceline.options", "paceline.v1"),
     "paceline.v1": (),
     "paceline_kernels": (),
-    "paceline_loadtest": ("paceline.v1", "paceline.client", "paceline.command_options", "paceline.whole_file"),
+    "paceline_loadtest": (
+        *("paceline.v1", "paceline.client", "paceline.command_options", "paceline.options", "paceline.whole_file"),
+    ),
     # Entry points: they alone wire concrete classes together.
     "paceline.wiring": ANYTHING,
     "paceline.llm": ANYTHING,

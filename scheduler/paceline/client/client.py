@@ -20,7 +20,7 @@ from paceline.client.models import Model, ask_model, ask_models, ask_text, ask_t
 from paceline.client.question import Question
 from paceline.client.request import GenerateOptions, Prompt, build_request
 from paceline.client.results import Completion
-from paceline.client.retry import Attempts, RetryPolicy, check_timeout
+from paceline.client.retry import Attempts, RetryPolicy
 from paceline.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class AsyncClient:
     ) -> Generation:
         """`generate` for a message made by hand, which may use all of the contract."""
         metadata = self._connection.generation_metadata(request, traceparent)
-        timeout = check_timeout(timeout)  # here already: the attempts begin, and check it, when it is read
+        begin = self._connection.retries.plan(timeout)
 
         def start(remaining: float | None) -> GenerateCall:
             method: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]
@@ -116,7 +116,7 @@ class AsyncClient:
             )
             return method(request, timeout=remaining, metadata=metadata)
 
-        return Generation(start, lambda: self._begin(timeout), request.n or 1)
+        return Generation(start, begin, request.n or 1)
 
     def many(self, *, traceparent: str | None = None) -> ManyGenerations:
         """Many generations at once on one stream, for gateways: less work per token at both ends.

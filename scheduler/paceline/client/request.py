@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from paceline.errors import InvalidArgument
-from paceline.options import check_names
+from paceline.options import LONGEST_TIME, check_names
 from paceline.v1 import admin_pb2, model_pb2
 from paceline.v1 import generation_pb2 as pb
 
@@ -102,8 +102,6 @@ class GenerateOptions(TypedDict, total=False):
     time_to_first_token: float | None
     time_per_output_token: float | None
 
-
-LONGEST_TIME: Final = 1e9  # seconds
 
 _TIMES: Final = ("queue_timeout", "time_to_first_token", "time_per_output_token")
 _MODES: Final[dict[str, pb.SpeculationMode]] = {

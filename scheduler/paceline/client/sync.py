@@ -19,7 +19,7 @@ from paceline.client.models import Model, ask_model, ask_models, ask_text, ask_t
 from paceline.client.question import Question
 from paceline.client.request import GenerateOptions, Prompt, build_request
 from paceline.client.results import Completion, Delta
-from paceline.client.retry import Attempts, check_timeout
+from paceline.client.retry import Attempts
 from paceline.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -177,7 +177,7 @@ class Client:
     ) -> SyncGeneration:
         """`generate` for a message made by hand, which may use all of the contract."""
         metadata = self._connection.generation_metadata(request, traceparent)
-        timeout = check_timeout(timeout)  # here already: the attempts begin, and check it, when it is read
+        begin = self._connection.retries.plan(timeout)
 
         def start(remaining: float | None) -> Any:
             method = self._connect().unary_stream(
@@ -187,7 +187,7 @@ class Client:
             )
             return method(request, timeout=remaining, metadata=metadata)
 
-        return SyncGeneration(start, lambda: self._begin(timeout), request.n or 1)
+        return SyncGeneration(start, begin, request.n or 1)
 
     # -- models -------------------------------------------------------------------------------------------------------
 
