@@ -94,8 +94,8 @@ class Connection:
         check_names(options, ClientOptions.__annotations__)
         _check_target(target)
         max_retries = options.get("max_retries", 3)
-        if max_retries < 0:
-            raise InvalidArgument("max_retries", max_retries, "at least 0")
+        if not isinstance(max_retries, int) or isinstance(max_retries, bool) or max_retries < 0:
+            raise InvalidArgument("max_retries", max_retries, "an integer >= 0")
         self.target = target
         self.credentials = _credentials(options)
         self.metadata = _metadata(options.get("metadata"))
