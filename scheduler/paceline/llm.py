@@ -17,6 +17,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast
 
+from paceline.chat import is_turn, read_turn
 from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.core.method import Method
 from paceline.core.params import (
@@ -327,21 +328,9 @@ def _as_prompt(prompt: object) -> Prompt:
     items: Sequence[Any] = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else [None]
     if all(isinstance(item, Integral) for item in items):
         return [int(item) for item in items]
-    if not all(_is_message(item) for item in items):
+    if not all(is_turn(item) for item in items):
         raise InvalidArgument("prompt", prompt, PROMPTS)
-    return [_as_message(f"chat.messages[{index}]", item) for index, item in enumerate(items)]
-
-
-def _is_message(item: object) -> bool:
-    """A turn of a chat: a mapping, or any object with these attributes, such as the client's own."""
-    return isinstance(item, Mapping) or (hasattr(item, "role") and hasattr(item, "content"))
-
-
-def _as_message(field: str, item: Any) -> ChatMessage:
-    given = item if isinstance(item, Mapping) else {"role": item.role, "content": item.content}
-    if given.keys() != {"role", "content"} or not all(isinstance(value, str) for value in given.values()):
-        raise InvalidArgument(field, item, "a ChatMessage, or a mapping with the keys role and content, of texts")
-    return ChatMessage(**given)
+    return [ChatMessage(*read_turn(f"chat.messages[{index}]", item)) for index, item in enumerate(items)]
 
 
 def _tuple(name: str, given: Mapping[str, Any], kind: type) -> tuple[Any, ...]:
@@ -386,6 +375,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidArgument("prompt", prompts, PROMPTS)
-    if prompts and (isinstance(prompts[0], Integral) or _is_message(prompts[0])):
+    if prompts and (isinstance(prompts[0], Integral) or is_turn(prompts[0])):
         return [cast(Prompt, prompts)]
     return list(cast("Sequence[Prompt]", prompts))

@@ -27,6 +27,7 @@ PLANS = (
 ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.errors": (),
     "paceline.command_options": ("paceline.client",),
+    "paceline.chat": (),
     "paceline.options": (),
     "paceline.device": (),
     "paceline.compiled": ("paceline.core.scheduler",),
@@ -50,7 +51,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.server": (
         *("paceline.engine", "paceline.core", "paceline.config_file", "paceline.garbage", "paceline.v1"),
     ),
-    "paceline.client": ("paceline.options", "paceline.v1"),
+    "paceline.client": ("paceline.chat", "paceline.options", "paceline.v1"),
     "paceline.v1": (),
     "paceline_kernels": (),
     "paceline_loadtest": (
