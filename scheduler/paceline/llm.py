@@ -15,7 +15,7 @@ from enum import StrEnum
 from itertools import accumulate
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
 
 from paceline.chat import is_turn, read_turn
 from paceline.core.grammar import GrammarKind, GrammarSpec
@@ -36,7 +36,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.step_loop import StepLoop
 from paceline.errors import InvalidArgument
-from paceline.options import check_names
+from paceline.options import check_names, check_types
 
 Name = TypeVar("Name", bound=StrEnum)
 
@@ -48,26 +48,6 @@ _MODES: Final[Mapping[str, Method | None]] = {
     "ngram": Method.NGRAM,
     "draft_model": Method.DRAFT_MODEL,
 }
-# Options of one value each, by its type, and the type in words.
-_TYPES: Final[tuple[tuple[type, str, tuple[str, ...]], ...]] = (
-    (
-        Real,
-        "a number",
-        (
-            "temperature",
-            "top_p",
-            "min_p",
-            "typical_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-        ),
-    ),
-    (Integral, "an integer", ("top_k", "seed", "n", "max_tokens", "min_tokens")),
-    (Integral, "an integer", ("max_draft_tokens", "min_draft_tokens", "logprobs", "prompt_logprobs")),
-    (bool, "True or False", ("ignore_eos", "include_stop_string", "include_special_tokens")),
-    (str, "text", ("regex", "grammar")),
-)
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -116,6 +96,9 @@ class GenerateOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     logprobs_mode: Literal["raw", "processed"] | None
     include_special_tokens: bool | None
+
+
+_HINTS: Final = get_type_hints(GenerateOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +224,7 @@ def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOpti
     """
     check_names(options, GenerateOptions.__annotations__)
     given = {name: value for name, value in options.items() if value is not None}
-    _check_types(given)
+    check_types(given, _HINTS)  # others would fail in the middle of a step, and the engine with it
     prompt = _as_prompt(prompt)
     get = given.get
     allowed_token_ids = _tuple("allowed_token_ids", given, Integral)
@@ -311,14 +294,6 @@ def _member(field: str, value: object, kind: type[Name]) -> Name:
         return kind(str(value))
     except ValueError as error:
         raise InvalidArgument(field, value, f"one of {', '.join(kind)}") from error
-
-
-def _check_types(given: Mapping[str, Any]) -> None:
-    """A value of another type would fail in the middle of a step, and the engine with it."""
-    for kind, allowed, names in _TYPES:
-        for name in names:
-            if name in given and not isinstance(given[name], kind):
-                raise InvalidArgument(name, given[name], allowed)
 
 
 def _as_prompt(prompt: object) -> Prompt:

@@ -41,7 +41,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.speculation": (*PLANS, "paceline.runner", "paceline.models", "paceline_kernels"),
     "paceline.whole_file": (),
     "paceline.garbage": (),
-    "paceline.settings": ("paceline.core", "paceline.device"),
+    "paceline.settings": ("paceline.core", "paceline.device", "paceline.options"),
     "paceline.backend": ("paceline.settings", "paceline.device", "paceline.models", "paceline_kernels"),
     "paceline.kv_blocks": (
         *("paceline.core.config", "paceline.settings", "paceline.device"),
