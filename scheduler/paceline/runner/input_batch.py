@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline_kernels import PagedBatch
 
 
-# Not frozen, though nobody changes one: there is one for every request in every step.
+# Not frozen: docs/decisions/012.
 @dataclass(slots=True)
 class Run:
     """Consecutive tokens of one sequence: the first stands at position `start`; its KV goes to `block_ids`."""

@@ -49,8 +49,7 @@ Entry = tuple[Sequence, SequenceWork, Draft]
 Batch = list[Entry]
 
 
-# Not frozen, as nothing is of which there is one for every request in every step: making it would take three times as
-# long.
+# Not frozen: docs/decisions/012.
 @dataclass(slots=True)
 class _Judged:
     """What a work comes to, before anything is booked: until then the step may be taken back.
