@@ -17,7 +17,16 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from paceline.errors import InvalidArgument, PacelineError, PermissionDenied, Reason, ResourceExhausted, brief
+from paceline.engine import AsyncEngine
+from paceline.errors import (
+    InvalidArgument,
+    PacelineError,
+    PermissionDenied,
+    Reason,
+    ResourceExhausted,
+    Unavailable,
+    brief,
+)
 from paceline.server.status import REQUEST_ID_KEY, abort
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -145,6 +154,13 @@ def internal_error(request_id: str) -> PacelineError:
     logger.exception("request %s failed", request_id)
     # Fixed text: what went wrong in here is none of the client's business.
     return PacelineError(f"internal error; the server's log has it under request {request_id}")
+
+
+def loaded(engine: AsyncEngine | None) -> AsyncEngine:
+    """The engine, of which there is none while the model loads: raises Unavailable."""
+    if engine is None:
+        raise Unavailable("the model is still loading", reason=Reason.MODEL_LOADING)
+    return engine
 
 
 def check_size(num_bytes: int, most: int) -> None:
