@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +11,12 @@ from paceline.core.config import PrefixScope
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.device import check_utilization
 from paceline.errors import InvalidArgument
+from paceline.headers import check_name
 from paceline.options import check_types
 
 BACKENDS: Final = ("auto", "native", "torch", "triton")
 QUANTIZATIONS: Final = ("none", "int8")
 DTYPE_NAMES: Final = ("auto", "float32", "bfloat16")
-SERVED_NAME: Final = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,8 @@ class EngineSettings:
             raise InvalidArgument("prefix_cache", self.prefix_cache, ", ".join(PrefixScope))
         if self.dtype not in DTYPE_NAMES:
             raise InvalidArgument("dtype", self.dtype, "auto, float32 or bfloat16")
-        if self.served_model_name is not None and not SERVED_NAME.fullmatch(self.served_model_name):
-            allowed = "1 to 128 printable ASCII characters without blanks"
-            raise InvalidArgument("served_model_name", self.served_model_name, allowed)
+        if self.served_model_name is not None:
+            check_name("served_model_name", self.served_model_name)
         check_utilization(self.gpu_memory_utilization)
         if self.block_size < 1:
             raise InvalidArgument("block_size", self.block_size, "an integer >= 1")

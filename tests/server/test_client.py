@@ -495,7 +495,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 import paceline.client
 ours = {name for name in sys.modules if name.startswith("paceline.")}
-allowed = ("paceline.client", "paceline.v1", "paceline.errors", "paceline.options", "paceline.chat")
+allowed = tuple(f"paceline.{name}" for name in ("client", "v1", "errors", "options", "chat", "headers"))
 print(sorted(name for name in ours if not name.startswith(allowed)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
