@@ -137,7 +137,7 @@ class AsyncClient:
             )
             return method(requests, metadata=metadata)
 
-        return ManyGenerations(open_stream, self._begin)
+        return ManyGenerations(open_stream, self._connection.retries.begin)
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -203,8 +203,8 @@ class AsyncClient:
 
     async def _ask(self, question: Question[T], /, **options: Unpack[CallOptions]) -> T:
         metadata = self._connection.call_metadata(options.get("request_id"), options.get("traceparent"))
-        begin = self._begin if question.repeatable else NO_RETRIES.begin
-        return await self._answer(question, begin(options.get("timeout")), metadata)
+        retries = self._connection.retries if question.repeatable else NO_RETRIES
+        return await self._answer(question, retries.begin(options.get("timeout")), metadata)
 
     async def _answer(
         self,
@@ -233,9 +233,6 @@ class AsyncClient:
                 if delay is None:
                     raise
             await asyncio.sleep(delay)
-
-    def _begin(self, timeout: float | None) -> Attempts:
-        return self._connection.retries.begin(timeout)
 
     def _connect(self) -> grpc.aio.Channel:
         # Not in the constructor: a channel belongs to the event loop that runs when it is made.

@@ -239,8 +239,8 @@ class Client:
 
     def _ask(self, question: Question[T], /, **options: Unpack[CallOptions]) -> T:
         metadata = self._connection.call_metadata(options.get("request_id"), options.get("traceparent"))
-        begin = self._begin if question.repeatable else NO_RETRIES.begin
-        return self._answer(question, begin(options.get("timeout")), metadata)
+        retries = self._connection.retries if question.repeatable else NO_RETRIES
+        return self._answer(question, retries.begin(options.get("timeout")), metadata)
 
     def _answer(self, question: Question[T], attempts: Attempts, metadata: Metadata, wait_for_ready: bool = False) -> T:
         while True:
@@ -264,9 +264,6 @@ class Client:
                 if delay is None:
                     raise failure from error
             self._closing.wait(delay)
-
-    def _begin(self, timeout: float | None) -> Attempts:
-        return self._connection.retries.begin(timeout)
 
     def _connect(self) -> grpc.Channel:
         with self._lock:
