@@ -85,7 +85,6 @@ class Offers:
         self._random = random.Random(seed)
         self._places = config.max_num_seqs
         self._longest = config.max_model_len
-        self._largest = config.max_queued
         self._small = (config.num_blocks // 4) * config.block_size  # tokens that the tenant may hold
         self._vocab = range(engine.vocab_size)
         self._methods = [method for method in Method if method in engine.methods]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Literal, TypeAlias
 
-from paceline.client.retry import check_timeout
 from paceline.errors import InvalidArgument
+from paceline.options import check_timeout
 from paceline_loadtest.prompts import Prompt
 
 Speculation: TypeAlias = Literal["auto", "off", "ngram", "draft_model"]

@@ -15,8 +15,9 @@ from enum import StrEnum
 from itertools import accumulate
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
 
+from paceline.chat import is_turn, read_turn
 from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.core.method import Method
 from paceline.core.params import (
@@ -35,7 +36,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.step_loop import StepLoop
 from paceline.errors import InvalidArgument
-from paceline.options import check_names
+from paceline.options import check_names, check_types
 
 Name = TypeVar("Name", bound=StrEnum)
 
@@ -47,26 +48,6 @@ _MODES: Final[Mapping[str, Method | None]] = {
     "ngram": Method.NGRAM,
     "draft_model": Method.DRAFT_MODEL,
 }
-# Options of one value each, by its type, and the type in words.
-_TYPES: Final[tuple[tuple[type, str, tuple[str, ...]], ...]] = (
-    (
-        Real,
-        "a number",
-        (
-            "temperature",
-            "top_p",
-            "min_p",
-            "typical_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-        ),
-    ),
-    (Integral, "an integer", ("top_k", "seed", "n", "max_tokens", "min_tokens")),
-    (Integral, "an integer", ("max_draft_tokens", "min_draft_tokens", "logprobs", "prompt_logprobs")),
-    (bool, "True or False", ("ignore_eos", "include_stop_string", "include_special_tokens")),
-    (str, "text", ("regex", "grammar")),
-)
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -115,6 +96,9 @@ class GenerateOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     logprobs_mode: Literal["raw", "processed"] | None
     include_special_tokens: bool | None
+
+
+_HINTS: Final = get_type_hints(GenerateOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +224,7 @@ def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOpti
     """
     check_names(options, GenerateOptions.__annotations__)
     given = {name: value for name, value in options.items() if value is not None}
-    _check_types(given)
+    check_types(given, _HINTS)  # others would fail in the middle of a step, and the engine with it
     prompt = _as_prompt(prompt)
     get = given.get
     allowed_token_ids = _tuple("allowed_token_ids", given, Integral)
@@ -312,14 +296,6 @@ def _member(field: str, value: object, kind: type[Name]) -> Name:
         raise InvalidArgument(field, value, f"one of {', '.join(kind)}") from error
 
 
-def _check_types(given: Mapping[str, Any]) -> None:
-    """A value of another type would fail in the middle of a step, and the engine with it."""
-    for kind, allowed, names in _TYPES:
-        for name in names:
-            if name in given and not isinstance(given[name], kind):
-                raise InvalidArgument(name, given[name], allowed)
-
-
 def _as_prompt(prompt: object) -> Prompt:
     """With ids and messages as the engine's own, which is compiled."""
     if isinstance(prompt, str):
@@ -327,21 +303,9 @@ def _as_prompt(prompt: object) -> Prompt:
     items: Sequence[Any] = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else [None]
     if all(isinstance(item, Integral) for item in items):
         return [int(item) for item in items]
-    if not all(_is_message(item) for item in items):
+    if not all(is_turn(item) for item in items):
         raise InvalidArgument("prompt", prompt, PROMPTS)
-    return [_as_message(f"chat.messages[{index}]", item) for index, item in enumerate(items)]
-
-
-def _is_message(item: object) -> bool:
-    """A turn of a chat: a mapping, or any object with these attributes, such as the client's own."""
-    return isinstance(item, Mapping) or (hasattr(item, "role") and hasattr(item, "content"))
-
-
-def _as_message(field: str, item: Any) -> ChatMessage:
-    given = item if isinstance(item, Mapping) else {"role": item.role, "content": item.content}
-    if given.keys() != {"role", "content"} or not all(isinstance(value, str) for value in given.values()):
-        raise InvalidArgument(field, item, "a ChatMessage, or a mapping with the keys role and content, of texts")
-    return ChatMessage(**given)
+    return [ChatMessage(*read_turn(f"chat.messages[{index}]", item)) for index, item in enumerate(items)]
 
 
 def _tuple(name: str, given: Mapping[str, Any], kind: type) -> tuple[Any, ...]:
@@ -386,6 +350,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidArgument("prompt", prompts, PROMPTS)
-    if prompts and (isinstance(prompts[0], Integral) or _is_message(prompts[0])):
+    if prompts and (isinstance(prompts[0], Integral) or is_turn(prompts[0])):
         return [cast(Prompt, prompts)]
     return list(cast("Sequence[Prompt]", prompts))

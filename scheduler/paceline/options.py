@@ -1,15 +1,62 @@
-"""Keyword arguments by their names."""
+"""Keyword arguments: their names, the types of their values, and those values that several parts take."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType
+from typing import Any, Final, get_args
+
+from paceline.errors import InvalidArgument
+
+LONGEST_TIME: Final = 1e9  # seconds
+# What values of a type are given as, and how that is said.
+_TYPES: Final[Mapping[Any, tuple[type, str]]] = {
+    str: (str, "text"),
+    Path: (Path, "a path"),
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
+    bool: (bool, "True or False"),
+    NoneType: (NoneType, "None"),
+}
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
     """Raises TypeError: an option that does not exist, with the one that was meant, perhaps."""
     if unknown := sorted(set(given) - set(known)):
         raise TypeError(f"unknown option {', '.join(_told(name, known) for name in unknown)}")
+
+
+def check_types(given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Values against their annotations, as far as those are simple types: Python's own complaint would come later, and
+    not say which value it is about.
+
+    Raises:
+        InvalidArgument: a value of another type.
+    """
+    for name, value in given.items():
+        types = get_args(hints[name]) or (hints[name],)
+        if not all(one in _TYPES for one in types):
+            continue
+        kinds, words = zip(*(_TYPES[one] for one in types), strict=True)
+        # True is an integer to Python, and a mistake here.
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in types):
+            raise InvalidArgument(name, value, " or ".join(words))
+
+
+def check_timeout(timeout: object) -> float | None:
+    """Seconds that a call may take. None has no end, and so has what is longer than gRPC can count, such as inf.
+
+    Raises:
+        InvalidArgument: no number above 0.
+    """
+    if timeout is None:
+        return None
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+        raise InvalidArgument("timeout", timeout, "seconds above 0, or None")
+    return timeout if timeout <= LONGEST_TIME else None
 
 
 def _told(name: str, known: Collection[str]) -> str:

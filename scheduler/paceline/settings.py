@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from pathlib import Path
-from types import NoneType
-from typing import Any, Final, get_args, get_type_hints
+from typing import Final, get_type_hints
 
 from paceline.core.config import PrefixScope
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.device import check_utilization
 from paceline.errors import InvalidArgument
+from paceline.headers import check_name
+from paceline.options import check_types
 
 BACKENDS: Final = ("auto", "native", "torch", "triton")
 QUANTIZATIONS: Final = ("none", "int8")
 DTYPE_NAMES: Final = ("auto", "float32", "bfloat16")
-SERVED_NAME: Final = re.compile(r"[!-~]{1,128}")
-# What values of a type are given as, and how that is said; those of other types are made here, not by an operator.
-_TYPES: Final[Mapping[Any, tuple[type, str]]] = {
-    str: (str, "text"),
-    Path: (Path, "a path"),
-    int: (Integral, "an integer"),
-    float: (Real, "a number"),
-    bool: (bool, "True or False"),
-    NoneType: (NoneType, "None"),
-}
 
 
 @dataclass(frozen=True)
@@ -94,8 +83,7 @@ class EngineSettings:
 
     def check(self) -> None:
         """Raise InvalidArgument for a value that no machine and no model allows."""
-        for name, hint in get_type_hints(type(self)).items():
-            _check_type(name, getattr(self, name), get_args(hint) or (hint,))
+        check_types(vars(self), get_type_hints(type(self)))
         if self.seed < 0:
             raise InvalidArgument("seed", self.seed, "an integer >= 0")
         if self.max_logprobs < 0:
@@ -104,9 +92,8 @@ class EngineSettings:
             raise InvalidArgument("prefix_cache", self.prefix_cache, ", ".join(PrefixScope))
         if self.dtype not in DTYPE_NAMES:
             raise InvalidArgument("dtype", self.dtype, "auto, float32 or bfloat16")
-        if self.served_model_name is not None and not SERVED_NAME.fullmatch(self.served_model_name):
-            allowed = "1 to 128 printable ASCII characters without blanks"
-            raise InvalidArgument("served_model_name", self.served_model_name, allowed)
+        if self.served_model_name is not None:
+            check_name("served_model_name", self.served_model_name)
         check_utilization(self.gpu_memory_utilization)
         if self.block_size < 1:
             raise InvalidArgument("block_size", self.block_size, "an integer >= 1")
@@ -117,13 +104,3 @@ class EngineSettings:
         for option in ("quantization", "draft_quantization"):
             if getattr(self, option) not in QUANTIZATIONS:
                 raise InvalidArgument(option, getattr(self, option), " or ".join(QUANTIZATIONS))
-
-
-def _check_type(name: str, value: object, types: tuple[Any, ...]) -> None:
-    """Python's own complaint would come later, and not say which setting it is about."""
-    if not all(one in _TYPES for one in types):
-        return
-    kinds, words = zip(*(_TYPES[one] for one in types), strict=True)
-    # True is an integer to Python, and a mistake here.
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in types):
-        raise InvalidArgument(name, value, " or ".join(words))

@@ -27,6 +27,8 @@ PLANS = (
 ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.errors": (),
     "paceline.command_options": ("paceline.client",),
+    "paceline.chat": (),
+    "paceline.headers": (),
     "paceline.options": (),
     "paceline.device": (),
     "paceline.compiled": ("paceline.core.scheduler",),
@@ -40,7 +42,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.speculation": (*PLANS, "paceline.runner", "paceline.models", "paceline_kernels"),
     "paceline.whole_file": (),
     "paceline.garbage": (),
-    "paceline.settings": ("paceline.core", "paceline.device"),
+    "paceline.settings": ("paceline.core", "paceline.device", "paceline.headers", "paceline.options"),
     "paceline.backend": ("paceline.settings", "paceline.device", "paceline.models", "paceline_kernels"),
     "paceline.kv_blocks": (
         *("paceline.core.config", "paceline.settings", "paceline.device"),
@@ -48,12 +50,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "paceline.cost_cache": ("paceline.core", "paceline.whole_file", "paceline_kernels.cpu.build"),
     "paceline.server": (
-        *("paceline.engine", "paceline.core", "paceline.config_file", "paceline.garbage", "paceline.v1"),
+        *("paceline.engine", "paceline.core", "paceline.config_file", "paceline.garbage", "paceline.headers"),
+        "paceline.v1",
     ),
-    "paceline.client": ("paceline.options", "paceline.v1"),
+    "paceline.client": ("paceline.chat", "paceline.headers", "paceline.options", "paceline.v1"),
     "paceline.v1": (),
     "paceline_kernels": (),
-    "paceline_loadtest": ("paceline.v1", "paceline.client", "paceline.command_options", "paceline.whole_file"),
+    "paceline_loadtest": (
+        *("paceline.v1", "paceline.client", "paceline.command_options", "paceline.options", "paceline.whole_file"),
+    ),
     # Entry points: they alone wire concrete classes together.
     "paceline.wiring": ANYTHING,
     "paceline.llm": ANYTHING,

@@ -301,6 +301,8 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["swing", "--temperature", "nan"], "temperature = nan: must be a finite number >= 0"),
         (["core", "--waiting", "few"], "waiting = 'few': must be integers >= 0"),
         (["core", "--waiting", "-1"], "waiting = '-1': must be integers >= 0"),
+        (["core", "--waiting", "1000000000"], "waiting = '1000000000': must be integers >= 0, at most 1000000"),
+        (["policy", "--concurrency", "1,1000000000"], "concurrency = '1,1000000000': must be integers >= 1, at most"),
         (["backends", "--dtype", "auto"], "dtype = 'auto': must be float32 or bfloat16"),
         (["depth", "--model", "nowhere", "--synthetic", "2"], "synthetic = '2': must be probabilities"),
         (["swing", "--synthetic", "0.9,0.3"], "synthetic = '0.9,0.3': must be one probability here"),

@@ -203,7 +203,7 @@ def test_block_keeps_at_least_as_many_as_token_wise(every_case: list[Case]) -> N
 
 
 def test_a_depth_that_depends_on_q_alone_keeps_the_output() -> None:
-    """As it may: see `cut_where_unsure` below for what may not be."""
+    """As it may: see `test_a_depth_that_depends_on_the_drawn_token_is_noticed` below for what may not."""
     trial = cut(drawn(cases_of("plain") + cases_of("all")), lambda q, token: float(q.max()) < 0.5)
     assert len({run.depth for run in trial.runs}) > 2
     assert error(trial, token_wise) < EXACT

@@ -453,6 +453,7 @@ def test_options() -> None:
         (b"x", {}, "prompt = b'x': must be text, token ids or chat messages"),
         ({"role": "user", "content": "x"}, {}, "must be text, token ids or chat messages"),
         ([{"role": "user"}], {}, r"chat.messages\[0\] = .*keys role and content"),
+        ([{"role": "user", "content": 1}], {}, r"chat.messages\[0\] = .*keys role and content, of texts"),
         ([ChatMessage("user", "x"), 3], {}, r"chat.messages\[1\] = 3"),
     ],
 )
@@ -494,7 +495,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 import paceline.client
 ours = {name for name in sys.modules if name.startswith("paceline.")}
-allowed = ("paceline.client", "paceline.v1", "paceline.errors", "paceline.options")
+allowed = tuple(f"paceline.{name}" for name in ("client", "v1", "errors", "options", "chat", "headers"))
 print(sorted(name for name in ours if not name.startswith(allowed)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

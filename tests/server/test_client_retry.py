@@ -15,8 +15,8 @@ from fake_server import FakeServer, fake_server
 from paceline import errors
 from paceline.client import AsyncClient, Client, Completion
 from paceline.client.errors import error_for
-from paceline.client.request import LONGEST_TIME
 from paceline.client.retry import FIRST_BACKOFF, JITTER, LONGEST_BACKOFF, Attempts, RetryPolicy
+from paceline.options import LONGEST_TIME
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 RESOURCE_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -418,7 +418,8 @@ async def test_a_key_that_is_live_ends_the_rpc(serving: Serving) -> None:
     assert (error.details() or "").startswith("key = 3: must be no key of a generation that is live")
     [violation] = details_of(error)["BadRequest"].field_violations  # type: ignore[attr-defined]
     assert violation.field == "key"
-    await serving.until(lambda: serving.idle)
+    await serving.until(lambda: serving.idle and len(serving.server.live) == 0)
+    assert serving.engine.engine.usage.of("").outcomes == {"INVALID_ARGUMENT": 1}, "the first ended with the RPC"
 
 
 @pytest.mark.parametrize("data", [b"\x08\x01", b"\xff\xff", b"\x08\x01\x12\x04\x22\x02\xff\xfe"])

@@ -159,6 +159,7 @@ async def test_the_rpc_ends_though_nobody_reads(bounded: Serving, method: str) -
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert details_of(error)["ErrorInfo"].reason == "SLOW_CONSUMER"  # type: ignore[attr-defined]
     assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+    assert bounded.engine.engine.usage.of("").outcomes == {"RESOURCE_EXHAUSTED": 1}, "as its generation did"
 
 
 @pytest.mark.parametrize(("script", "generations"), [(GENERATE, 1), (MANY, 3)], ids=["Generate", "GenerateMany"])

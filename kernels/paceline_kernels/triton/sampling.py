@@ -39,7 +39,7 @@ BY_SURPRISE = tl.constexpr(2)  # how near it is to the mean; its weight
 
 
 def block_of(vocab: int) -> int:
-    """Values that a kernel looks at together; a power of 2, of which `_gumbel_argmax` needs at least 4."""
+    """Values that a kernel looks at together; a power of 2, of which `gumbel_argmax_of` needs at least 4."""
     return max(4, min(LARGEST_BLOCK, 1 << (vocab - 1).bit_length()))
 
 

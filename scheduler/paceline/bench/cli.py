@@ -493,7 +493,7 @@ def core(
     from paceline.bench.throughput import parse_sizes
     from paceline.compiled import is_compiled
 
-    sizes = parse_sizes(waiting, "waiting", least=0)
+    sizes = parse_sizes(waiting, "waiting", least=0, most=1_000_000)
     # Sizes in turn: a machine that slows down slows all of them.
     measured = [[measure_core(running, size, tenants, steps) for size in sizes] for _ in range(rounds)]
     times = [merge(of_size) for of_size in zip(*measured, strict=True)]

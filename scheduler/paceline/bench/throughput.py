@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Final
 
 from rich.progress import track
 
@@ -20,13 +21,14 @@ from paceline.errors import InvalidArgument
 
 OFF = "off"
 AUTO = "auto"
+MOST_STREAMS: Final = 1 << 14  # at once; simulations of more would take hours, or all memory
 
 
-def parse_sizes(text: str, option: str = "concurrency", least: int = 1) -> list[int]:
+def parse_sizes(text: str, option: str = "concurrency", least: int = 1, most: int = MOST_STREAMS) -> list[int]:
     """ "1,4,16" -> [1, 4, 16]. Raises InvalidArgument, which names the option."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise InvalidArgument(option, text, f"integers >= {least}, separated by commas")
+    if not all(part.isdecimal() and least <= int(part) <= most for part in parts):
+        raise InvalidArgument(option, text, f"integers >= {least}, at most {most}, separated by commas")
     return [int(part) for part in parts]
 
 

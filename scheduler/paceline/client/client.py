@@ -20,7 +20,7 @@ from paceline.client.models import Model, ask_model, ask_models, ask_text, ask_t
 from paceline.client.question import Question
 from paceline.client.request import GenerateOptions, Prompt, build_request
 from paceline.client.results import Completion
-from paceline.client.retry import Attempts, RetryPolicy, check_timeout
+from paceline.client.retry import Attempts, RetryPolicy
 from paceline.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class AsyncClient:
     ) -> Generation:
         """`generate` for a message made by hand, which may use all of the contract."""
         metadata = self._connection.generation_metadata(request, traceparent)
-        timeout = check_timeout(timeout)  # here already: the attempts begin, and check it, when it is read
+        begin = self._connection.retries.plan(timeout)
 
         def start(remaining: float | None) -> GenerateCall:
             method: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]
@@ -116,7 +116,7 @@ class AsyncClient:
             )
             return method(request, timeout=remaining, metadata=metadata)
 
-        return Generation(start, lambda: self._begin(timeout), request.n or 1)
+        return Generation(start, begin, request.n or 1)
 
     def many(self, *, traceparent: str | None = None) -> ManyGenerations:
         """Many generations at once on one stream, for gateways: less work per token at both ends.
@@ -137,7 +137,7 @@ class AsyncClient:
             )
             return method(requests, metadata=metadata)
 
-        return ManyGenerations(open_stream, self._begin)
+        return ManyGenerations(open_stream, self._connection.retries.begin)
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -203,8 +203,8 @@ class AsyncClient:
 
     async def _ask(self, question: Question[T], /, **options: Unpack[CallOptions]) -> T:
         metadata = self._connection.call_metadata(options.get("request_id"), options.get("traceparent"))
-        begin = self._begin if question.repeatable else NO_RETRIES.begin
-        return await self._answer(question, begin(options.get("timeout")), metadata)
+        retries = self._connection.retries if question.repeatable else NO_RETRIES
+        return await self._answer(question, retries.begin(options.get("timeout")), metadata)
 
     async def _answer(
         self,
@@ -233,9 +233,6 @@ class AsyncClient:
                 if delay is None:
                     raise
             await asyncio.sleep(delay)
-
-    def _begin(self, timeout: float | None) -> Attempts:
-        return self._connection.retries.begin(timeout)
 
     def _connect(self) -> grpc.aio.Channel:
         # Not in the constructor: a channel belongs to the event loop that runs when it is made.

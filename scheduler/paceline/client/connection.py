@@ -12,6 +12,7 @@ import grpc
 
 from paceline.client.retry import RetryPolicy
 from paceline.errors import InvalidArgument
+from paceline.headers import NAME, TRACEPARENT, check_name
 from paceline.options import check_names
 from paceline.v1 import generation_pb2 as pb
 
@@ -36,11 +37,9 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.min_reconnect_backoff_ms", 5_000),
 )
 # What headers carry unchanged.
-_NAME: Final = re.compile(r"[!-~]{1,128}")
 _KEY: Final = re.compile(r"[!-~]+")
 _METADATA_KEY: Final = re.compile(r"(?!grpc-)[0-9a-z_.-]+")
 _METADATA_TEXT: Final = re.compile(r"[ -~]*")
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 # Where gRPC would say nothing of a target that it misreads: without a port it asks port 443.
 _ADDRESS: Final = re.compile(r"(?:\[[^\[\]\s]+\]|[^\[\]\s:/]+):(\d{1,5})")
 _OTHER_TARGET: Final = re.compile(r"(?:unix|unix-abstract|vsock|dns|ipv4|ipv6|xds):.+")
@@ -94,8 +93,8 @@ class Connection:
         check_names(options, ClientOptions.__annotations__)
         _check_target(target)
         max_retries = options.get("max_retries", 3)
-        if max_retries < 0:
-            raise InvalidArgument("max_retries", max_retries, "at least 0")
+        if not isinstance(max_retries, int) or isinstance(max_retries, bool) or max_retries < 0:
+            raise InvalidArgument("max_retries", max_retries, "an integer >= 0")
         self.target = target
         self.credentials = _credentials(options)
         self.metadata = _metadata(options.get("metadata"))
@@ -118,18 +117,17 @@ class Connection:
         """What a call says besides its request. Raises InvalidArgument."""
         metadata = self.metadata
         if request_id is not None:
-            if not _NAME.fullmatch(request_id):
-                raise InvalidArgument("request_id", request_id, "1 to 128 printable ASCII characters without blanks")
+            check_name("request_id", request_id)
             metadata += (("x-request-id", request_id),)
         if traceparent is not None:
-            if not _TRACEPARENT.fullmatch(traceparent):
+            if not TRACEPARENT.fullmatch(traceparent):
                 raise InvalidArgument("traceparent", traceparent, "VERSION-TRACE-PARENT-FLAGS in lower-case hex")
             metadata += (("traceparent", traceparent),)
         return metadata
 
     def generation_metadata(self, request: pb.GenerateRequest, traceparent: str | None) -> Metadata:
         """The same for a generation, whose request has its id; of one that headers do not carry, the server speaks."""
-        return self.call_metadata(request.request_id if _NAME.fullmatch(request.request_id) else None, traceparent)
+        return self.call_metadata(request.request_id if NAME.fullmatch(request.request_id) else None, traceparent)
 
 
 def _check_target(target: object) -> None:

@@ -14,8 +14,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from paceline.chat import is_turn, read_turn
 from paceline.errors import InvalidArgument
-from paceline.options import check_names
+from paceline.options import LONGEST_TIME, check_names
 from paceline.v1 import admin_pb2, model_pb2
 from paceline.v1 import generation_pb2 as pb
 
@@ -102,8 +103,6 @@ class GenerateOptions(TypedDict, total=False):
     time_to_first_token: float | None
     time_per_output_token: float | None
 
-
-LONGEST_TIME: Final = 1e9  # seconds
 
 _TIMES: Final = ("queue_timeout", "time_to_first_token", "time_per_output_token")
 _MODES: Final[dict[str, pb.SpeculationMode]] = {
@@ -244,21 +243,14 @@ def _set_prompt(
         _fill(request, "", prompt_text=prompt)
         return
     items = list(prompt)
-    if items and isinstance(items[0], ChatMessage | Mapping):
+    if items and is_turn(items[0]):
         for index, item in enumerate(items):
-            role, content = _turn(f"chat.messages[{index}]", item)
-            _fill(request.chat.messages.add(), f"chat.messages[{index}]", role=role, content=content)
+            field = f"chat.messages[{index}]"
+            role, content = read_turn(field, item)
+            _fill(request.chat.messages.add(), field, role=role, content=content)
         return
     request.prompt_tokens.SetInParent()  # an empty list too is a choice of the oneof: the server says what is wrong
     _fill(request.prompt_tokens, "prompt_tokens", ids=items)
-
-
-def _turn(field: str, item: object) -> tuple[str, str]:
-    if isinstance(item, ChatMessage):
-        return item.role, item.content
-    if isinstance(item, Mapping) and item.keys() == {"role", "content"}:
-        return item["role"], item["content"]
-    raise InvalidArgument(field, item, "a ChatMessage, or a mapping with the keys role and content")
 
 
 def _set_structure(structured: pb.StructuredOutput, options: GenerateOptions) -> None:

@@ -15,26 +15,12 @@ from typing import Final
 import grpc
 
 from paceline.client.errors import RpcError
-from paceline.client.request import LONGEST_TIME
-from paceline.errors import InvalidArgument
+from paceline.options import check_timeout
 
 RETRIED: Final = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 FIRST_BACKOFF: Final = 0.2  # seconds, doubled with every retry
 LONGEST_BACKOFF: Final = 5.0
 JITTER: Final = 0.5  # of a delay, added at most, so that those who were refused together do not come back together
-
-
-def check_timeout(timeout: object) -> float | None:
-    """Seconds that a call may take. None has no end, and so has what is longer than gRPC can count, such as inf.
-
-    Raises:
-        InvalidArgument: no number above 0.
-    """
-    if timeout is None:
-        return None
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
-        raise InvalidArgument("timeout", timeout, "seconds above 0, or None")
-    return timeout if timeout <= LONGEST_TIME else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +43,12 @@ class RetryPolicy:
         Raises:
             InvalidArgument: see `check_timeout`.
         """
-        return Attempts(self, check_timeout(timeout))
+        return self.plan(timeout)()
+
+    def plan(self, timeout: float | None) -> Callable[[], Attempts]:
+        """`begin` for later: the timeout is checked now, and counts from the call of what this returns."""
+        limit = check_timeout(timeout)
+        return lambda: Attempts(self, limit)
 
 
 class Attempts:

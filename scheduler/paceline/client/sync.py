@@ -19,7 +19,7 @@ from paceline.client.models import Model, ask_model, ask_models, ask_text, ask_t
 from paceline.client.question import Question
 from paceline.client.request import GenerateOptions, Prompt, build_request
 from paceline.client.results import Completion, Delta
-from paceline.client.retry import Attempts, check_timeout
+from paceline.client.retry import Attempts
 from paceline.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -177,7 +177,7 @@ class Client:
     ) -> SyncGeneration:
         """`generate` for a message made by hand, which may use all of the contract."""
         metadata = self._connection.generation_metadata(request, traceparent)
-        timeout = check_timeout(timeout)  # here already: the attempts begin, and check it, when it is read
+        begin = self._connection.retries.plan(timeout)
 
         def start(remaining: float | None) -> Any:
             method = self._connect().unary_stream(
@@ -187,7 +187,7 @@ class Client:
             )
             return method(request, timeout=remaining, metadata=metadata)
 
-        return SyncGeneration(start, lambda: self._begin(timeout), request.n or 1)
+        return SyncGeneration(start, begin, request.n or 1)
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -239,8 +239,8 @@ class Client:
 
     def _ask(self, question: Question[T], /, **options: Unpack[CallOptions]) -> T:
         metadata = self._connection.call_metadata(options.get("request_id"), options.get("traceparent"))
-        begin = self._begin if question.repeatable else NO_RETRIES.begin
-        return self._answer(question, begin(options.get("timeout")), metadata)
+        retries = self._connection.retries if question.repeatable else NO_RETRIES
+        return self._answer(question, retries.begin(options.get("timeout")), metadata)
 
     def _answer(self, question: Question[T], attempts: Attempts, metadata: Metadata, wait_for_ready: bool = False) -> T:
         while True:
@@ -264,9 +264,6 @@ class Client:
                 if delay is None:
                     raise failure from error
             self._closing.wait(delay)
-
-    def _begin(self, timeout: float | None) -> Attempts:
-        return self._connection.retries.begin(timeout)
 
     def _connect(self) -> grpc.Channel:
         with self._lock:

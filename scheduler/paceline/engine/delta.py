@@ -13,8 +13,7 @@ from paceline.core.request import RequestStats
 PromptLogprobs = tuple[TokenLogprobs | None, ...]
 
 
-# Not frozen, though nobody changes one, and with a constructor that is written out: one is made for every token, and
-# what a dataclass has by itself takes three times as long.
+# Not frozen, and with a constructor that is written out: docs/decisions/012.
 @dataclass(init=False, slots=True)
 class Delta:
     """New text and tokens of one completion. Concatenated, deltas of a choice give the whole of it.

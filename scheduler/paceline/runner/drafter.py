@@ -12,7 +12,7 @@ from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
 
 
-# Not frozen, though nobody changes one: there is one for every request in every step.
+# Not frozen: docs/decisions/012.
 @dataclass(slots=True)
 class Draft:
     """Tokens proposed for one sequence.

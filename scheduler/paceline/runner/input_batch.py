@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline_kernels import PagedBatch
 
 
-# Not frozen, though nobody changes one: there is one for every request in every step.
+# Not frozen: docs/decisions/012.
 @dataclass(slots=True)
 class Run:
     """Consecutive tokens of one sequence: the first stands at position `start`; its KV goes to `block_ids`."""
@@ -44,7 +44,7 @@ def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: i
         tables[row, : len(blocks)] = blocks
     token_ids = [token for run in runs for token in run.token_ids]
     batch = PagedBatch(
-        query_starts=torch.from_numpy(np.array([0, *itertools.accumulate(counts)], dtype=np.int32)),
+        query_starts=torch.from_numpy(np.array(row_bounds(counts), dtype=np.int32)),
         context_lens=torch.from_numpy(np.array(context_lens, dtype=np.int32)),
         block_tables=torch.from_numpy(tables),
         block_size=block_size,
@@ -66,6 +66,11 @@ def _moved(batch: PagedBatch, runs: Sequence[Run], device: torch.device) -> Page
         # Worked out over there they would have to be waited for.
         derived={"rows": tuple(torch.from_numpy(x).to(device) for x in _rows(runs, batch.block_size))},
     )
+
+
+def row_bounds(counts: Iterable[int]) -> list[int]:
+    """Of rows that lie one after the other, so many of each sequence: where each one's begin, and where all end."""
+    return list(itertools.accumulate(counts, initial=0))
 
 
 def logit_rows(parts: Iterable[tuple[int, int, bool]]) -> list[int]:

@@ -49,8 +49,7 @@ Entry = tuple[Sequence, SequenceWork, Draft]
 Batch = list[Entry]
 
 
-# Not frozen, as nothing is of which there is one for every request in every step: making it would take three times as
-# long.
+# Not frozen: docs/decisions/012.
 @dataclass(slots=True)
 class _Judged:
     """What a work comes to, before anything is booked: until then the step may be taken back.
@@ -244,7 +243,8 @@ class ModelRunner:
         found: dict[int, tuple[TokenLogprobs, ...]] = {}
         if not any([sequence.params.logprobs.prompt is not None for sequence, _, _ in batch]):
             return found
-        for (sequence, work, _), first in zip(batch, _first_rows(batch), strict=True):
+        *firsts, _ = input_batch.row_bounds(work.num_tokens + len(draft.token_ids) for _, work, draft in batch)
+        for (sequence, work, _), first in zip(batch, firsts, strict=True):
             count = sequence.params.logprobs.prompt
             start = sequence.num_computed + 1
             tokens = sequence.prompt[start : start + work.num_tokens] if count is not None else []
@@ -302,12 +302,6 @@ def _out_of_memory(work: SequenceWork) -> SequenceResult:
     return SequenceResult(work.request_id, exhausted=OUT_OF_MEMORY)
 
 
-def _first_rows(batch: Batch) -> list[int]:
-    """Where the rows of each sequence begin in the forward."""
-    counts = [work.num_tokens + len(draft.token_ids) for _, work, draft in batch]
-    return list(itertools.accumulate(counts, initial=0))[:-1]
-
-
 def _raw(logits: Tensor, runs: list[Run]) -> list[Tensor | None]:
     """For each run a copy of its logits, [depth + 1, vocab], if it wants logprobs."""
     wanted = [run.positions.params.logprobs.completion is not None for run in runs]
@@ -321,10 +315,8 @@ def _dead_ends(dead: list[int], runs: list[Run]) -> list[int | None]:
     """For each run the first of its rows that is among the dead ones, which are ascending."""
     if not dead:
         return [None] * len(runs)
-    firsts = list(itertools.accumulate((run.depth + 1 for run in runs), initial=0))
-    return [
-        next((row - first for row in dead if first <= row < end), None) for first, end in itertools.pairwise(firsts)
-    ]
+    bounds = itertools.pairwise(input_batch.row_bounds(run.depth + 1 for run in runs))
+    return [next((row - first for row in dead if first <= row < end), None) for first, end in bounds]
 
 
 def _masks(jobs: list[tuple[int, Matcher, list[int]]]) -> dict[int, Mask]:

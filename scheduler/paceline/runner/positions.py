@@ -15,7 +15,7 @@ from paceline.core.sequence import Sequence
 LOW_HALF = 0xFFFFFFFF  # of a seed
 
 
-# Not frozen, though nobody changes one: there is one for every request in every step.
+# Not frozen: docs/decisions/012.
 @dataclass(slots=True)
 class Positions:
     """Consecutive positions of one sequence, a row of logits each: row j stands behind drafts[: first + j].

@@ -13,7 +13,6 @@ A row without a feature takes no part in it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -24,6 +23,7 @@ from torch import Tensor
 import paceline_kernels as ops
 from paceline.core.grammar import WORD, Mask, mask_of
 from paceline.core.params import SamplingParams
+from paceline.runner.input_batch import row_bounds
 from paceline.runner.positions import Positions
 
 # Beyond these float32 would divide by 0 or infinity; long before them, all mass is on the maximum, or on all alike.
@@ -43,7 +43,8 @@ def edit_(logits: Tensor, batch: Seq[Positions]) -> list[int]:
     Returns:
         Rows at which no token is allowed any more. They hold no distribution.
     """
-    edited = [(row, p) for row, p in _with_first_rows(batch) if p.params.edits_logits]
+    *firsts, _ = row_bounds(map(len, batch))
+    edited = [(row, p) for row, p in zip(firsts, batch, strict=True) if p.params.edits_logits]
     if not edited:
         return []
     dead = _restrict(logits, edited)
@@ -214,10 +215,3 @@ def _penalise(logits: Tensor, edited: list[tuple[int, Positions]]) -> None:
     # However extreme the penalty, it makes no logit infinite and forbids no token.
     largest = torch.finfo(x.dtype).max
     logits[where] = torch.where(before == -torch.inf, before, x.clamp(-largest, largest))
-
-
-def _with_first_rows(batch: Iterable[Positions]) -> Iterable[tuple[int, Positions]]:
-    row = 0
-    for positions in batch:
-        yield row, positions
-        row += len(positions)

@@ -18,7 +18,8 @@ from paceline.core.request import Request
 from paceline.core.speculation_report import SpeculationReport
 from paceline.engine import AsyncEngine
 from paceline.engine.usage import TenantUsage
-from paceline.errors import InvalidArgument, NotFound, Reason, Unavailable, brief
+from paceline.errors import InvalidArgument, NotFound, brief
+from paceline.server.calls import loaded
 from paceline.server.convert import MODES, write_duration
 from paceline.server.live import LiveGeneration, LiveGenerations
 from paceline.v1 import admin_pb2 as pb
@@ -57,7 +58,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._samples.append((time.monotonic(), engine.engine.totals.tokens))
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
-        engine = self._loaded()
+        engine = loaded(self._engine)
         scheduler = engine.engine.scheduler
         return pb.GetLoadResponse(
             running_requests=len(scheduler.running),
@@ -71,7 +72,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
-        engine = self._loaded()
+        engine = loaded(self._engine)
         response = pb.ListRequestsResponse()
         wanted = [live for live in self._live if request.tenant in ("", live.tenant)]
         for start in range(0, len(wanted), BATCH):
@@ -84,7 +85,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def CancelGeneration(
         self, request: pb.CancelGenerationRequest, context: Context
     ) -> pb.CancelGenerationResponse:
-        engine = self._loaded()
+        engine = loaded(self._engine)
         named = request.HasField("tenant")
         live = self._live.get(request.request_id, request.tenant) if named else self._live.find(request.request_id)
         if live is None or not live.cancel(engine):
@@ -93,7 +94,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return pb.CancelGenerationResponse()
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        self._loaded()
+        loaded(self._engine)
         grace = None
         if request.HasField("grace"):
             grace = request.grace.seconds + request.grace.nanos / 1e9
@@ -103,7 +104,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return pb.DrainResponse(ended=ended, failed=failed)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
-        engine = self._loaded().engine
+        engine = loaded(self._engine).engine
         scheduler, usage = engine.scheduler, engine.usage
         response = pb.GetStatsResponse(
             uptime=write_duration(time.monotonic() - self._started),
@@ -121,11 +122,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             weight = policy.weight if policy else 0.0
             response.tenants.append(_write_tenant(name, accounts.get(name, TenantUsage()), live[name], weight))
         return response
-
-    def _loaded(self) -> AsyncEngine:
-        if self._engine is None:
-            raise Unavailable("the model is still loading", reason=Reason.MODEL_LOADING)
-        return self._engine
 
     def _rate(self, tokens: int) -> float:
         """Tokens per second since the newest call that is long enough ago, or else the oldest that is known."""

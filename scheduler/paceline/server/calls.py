@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -17,17 +16,23 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from paceline.errors import InvalidArgument, PacelineError, PermissionDenied, Reason, ResourceExhausted, brief
+from paceline.engine import AsyncEngine
+from paceline.errors import (
+    InvalidArgument,
+    PacelineError,
+    PermissionDenied,
+    Reason,
+    ResourceExhausted,
+    Unavailable,
+    brief,
+)
+from paceline.headers import NAME, TRACEPARENT
 from paceline.server.status import REQUEST_ID_KEY, abort
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = Any  # a grpc.RpcMethodHandler, which is a named tuple in fact and not in its types
 
 TRACEPARENT_KEY: Final = "traceparent"
-# Of requests and tenants. No blanks: they would not survive the trip through HTTP headers at either end of an id.
-NAME: Final = re.compile(r"[!-~]{1,128}")
-# https://www.w3.org/TR/trace-context/#traceparent-header
-TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 # Seconds. The client's clock runs out before ours, by the time that its request took to come.
 DEADLINE_SLACK: Final = 0.25
@@ -145,6 +150,13 @@ def internal_error(request_id: str) -> PacelineError:
     logger.exception("request %s failed", request_id)
     # Fixed text: what went wrong in here is none of the client's business.
     return PacelineError(f"internal error; the server's log has it under request {request_id}")
+
+
+def loaded(engine: AsyncEngine | None) -> AsyncEngine:
+    """The engine, of which there is none while the model loads: raises Unavailable."""
+    if engine is None:
+        raise Unavailable("the model is still loading", reason=Reason.MODEL_LOADING)
+    return engine
 
 
 def check_size(num_bytes: int, most: int) -> None:

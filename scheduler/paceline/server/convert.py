@@ -31,7 +31,7 @@ from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
 from paceline.engine import ChatMessage, GenerationRequest, Prompt
 from paceline.errors import FailedPrecondition, InvalidArgument, NotFound, PacelineError
-from paceline.server.calls import NAME
+from paceline.headers import check_name
 from paceline.server.status import retry_ms, rule_for
 from paceline.v1 import generation_pb2 as pb
 
@@ -125,8 +125,8 @@ def read_request_id(message: pb.GenerateRequest) -> str:
 
 
 def _read_name(field: str, name: str) -> str:
-    if name and not NAME.fullmatch(name):
-        raise InvalidArgument(field, name, "1 to 128 printable ASCII characters without blanks")
+    if name:
+        check_name(field, name)
     return name
 
 

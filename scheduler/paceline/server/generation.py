@@ -12,7 +12,7 @@ import grpc
 
 from paceline.engine import AsyncEngine
 from paceline.errors import Reason, Unavailable
-from paceline.server.calls import check_size, current_call
+from paceline.server.calls import check_size, current_call, loaded
 from paceline.server.convert import check_model, read_hold, read_request, read_request_id
 from paceline.server.delivery import Delivery
 from paceline.server.live import LiveGenerations
@@ -132,9 +132,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             PacelineError: it is refused; or why the block was left.
         """
         chosen = read_request_id(request)
-        if self._engine is None:
-            raise Unavailable("the model is still loading", reason=Reason.MODEL_LOADING)
-        engine, caller = self._engine.engine, current_call().caller
+        serving = loaded(self._engine)
+        engine, caller = serving.engine, current_call().caller
         check_model(request.model, engine.model_name)
         wanted = read_request(request, engine.default_sampling, _deadline(context, engine.clock()))
         hold = read_hold(request.output)
@@ -142,7 +141,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         caller.check_model(engine.model_name, tenant)
         wanted = replace(wanted, scheduling=replace(wanted.scheduling, tenant=tenant))
         with self._live.claim(chosen or name, tenant, rename=not chosen) as live:
-            async with aclosing(await self._engine.submit(wanted)) as stream:
+            async with aclosing(await serving.submit(wanted)) as stream:
                 live.attach(stream)
                 stream.hold(hold)
                 started = pb.Started(

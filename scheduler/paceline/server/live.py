@@ -90,7 +90,7 @@ class LiveGenerations:
         try:
             yield live
         except BaseException as error:
-            code = _code_of(error, call)
+            code = code_of(error, call)
             raise
         finally:
             del self._live[tenant, request_id]
@@ -117,7 +117,7 @@ class LiveGenerations:
         return len(self._live)
 
 
-def _code_of(error: BaseException, call: Call | None) -> grpc.StatusCode:
+def code_of(error: BaseException, call: Call | None) -> grpc.StatusCode:
     """The status that `Calls` makes of it, on the RPC that it happened on."""
     if isinstance(error, PacelineError):
         return rule_for(error).code

@@ -15,6 +15,7 @@ from paceline.errors import Cancelled, InvalidArgument, PacelineError, Reason, R
 from paceline.server.calls import current_call, internal_error
 from paceline.server.delivery import Delivery
 from paceline.server.keyed import Batch, Keyed, Ready
+from paceline.server.live import code_of
 from paceline.server.readers import send_headers
 from paceline.server.watch import Watch
 from paceline.v1 import generation_pb2 as pb
@@ -72,6 +73,12 @@ class ManyGenerations:
         reader.add_done_callback(lambda task: self._wake.set())
         try:
             await self._write(reader)
+        except BaseException as error:
+            # What ends the RPC ends all that lives on it. An eviction shows only as a cancellation here.
+            call = current_call()
+            code = code_of(self._watch.error or error, call)
+            call.early_end = lambda: code
+            raise
         finally:
             tasks = [reader, *self._tasks]
             for task in tasks:

@@ -10,8 +10,8 @@ import grpc
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationBounds
 from paceline.engine import AsyncEngine, Engine
-from paceline.errors import InvalidArgument, Reason, Unavailable
-from paceline.server.calls import current_call
+from paceline.errors import InvalidArgument
+from paceline.server.calls import current_call, loaded
 from paceline.server.convert import MODES, check_model, read_chat
 from paceline.v1 import generation_pb2, model_pb2_grpc
 from paceline.v1 import model_pb2 as pb
@@ -39,7 +39,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         return pb.GetModelResponse(model=describe(engine, current_call().caller.tenant))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        engine = self._loaded().engine
+        engine = loaded(self._engine).engine
         caller = current_call().caller
         usable = caller.may_use(engine.model_name, caller.tenant or "")
         return pb.ListModelsResponse(models=[describe(engine, caller.tenant)] if usable else [])
@@ -64,16 +64,11 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
 
     def _serving(self, model: str) -> AsyncEngine:
         """The engine of that model, if it is for the caller."""
-        engine = self._loaded()
+        engine = loaded(self._engine)
         check_model(model, engine.engine.model_name)
         caller = current_call().caller
         caller.check_model(engine.engine.model_name, caller.tenant or "")
         return engine
-
-    def _loaded(self) -> AsyncEngine:
-        if self._engine is None:
-            raise Unavailable("the model is still loading", reason=Reason.MODEL_LOADING)
-        return self._engine
 
 
 def describe(engine: Engine, tenant: str | None) -> pb.Model:

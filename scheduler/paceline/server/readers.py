@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 
-from paceline.errors import Reason, ResourceExhausted
 from paceline.server.status import REQUEST_ID_KEY
 from paceline.server.watch import ReaderBounds, Watch
 
@@ -34,7 +33,6 @@ async def watched(bounds: ReaderBounds) -> AsyncIterator[Watch]:
             finally:
                 watch.close()
     except TimeoutError as error:
-        if watch is not None and watch.reason:
-            text = f"the client reads too slowly: {watch.reason}"
-            raise ResourceExhausted(text, reason=Reason.SLOW_CONSUMER) from error
+        if watch is not None and watch.error is not None:
+            raise watch.error from error
         raise

@@ -78,7 +78,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.Pacel
     """
     rule = rule_for(error)
     status = status_pb2.Status(code=rule.code.value[0], message=str(error))
-    for detail in _details(error, rule, request_id):
+    for detail in _details(error, request_id):
         status.details.add().Pack(detail)
     metadata = [*rpc_status.to_status(status).trailing_metadata, (REQUEST_ID_KEY, request_id)]
     pushback = retry_ms(error)
@@ -98,7 +98,7 @@ def retry_ms(error: errors.PacelineError) -> int | None:
     return rule_for(error).retry_ms if retry_after is None else max(1, round(1000 * retry_after))
 
 
-def _details(error: errors.PacelineError, rule: StatusRule, request_id: str) -> list[Message]:
+def _details(error: errors.PacelineError, request_id: str) -> list[Message]:
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata={"request_id": request_id})
     ]

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from paceline.engine import Stream
+from paceline.errors import Reason, ResourceExhausted
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,17 @@ class ReaderBounds:
 
 
 class Watch:
-    """Of one RPC, whose task tells when it begins and ends to write."""
+    """Of one RPC, whose task tells when it begins and ends to write.
 
-    __slots__ = ("_began", "_loop", "_timeout", "_timer", "bounds", "reason")
+    Attributes:
+        error: why the RPC has to end; None while its client keeps up.
+    """
+
+    __slots__ = ("_began", "_loop", "_timeout", "_timer", "bounds", "error")
 
     def __init__(self, bounds: ReaderBounds, timeout: asyncio.Timeout) -> None:
         self.bounds = bounds
-        self.reason = ""
+        self.error: ResourceExhausted | None = None
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
         self._began: float | None = None  # to write a message, on the loop's clock
@@ -67,5 +72,5 @@ class Watch:
 
     def _evict(self, reason: str) -> None:
         if not self._timeout.expired():
-            self.reason = reason
+            self.error = ResourceExhausted(f"the client reads too slowly: {reason}", reason=Reason.SLOW_CONSUMER)
             self._timeout.reschedule(self._loop.time())

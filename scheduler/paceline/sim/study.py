@@ -274,7 +274,7 @@ class _Simulator:
         study.longest_step = max(study.longest_step, now - began)
         for output in scheduler.update(plan, result, now):
             if output.stats is not None:
-                self._finished(output.request_id, output.stats, now)
+                self._finished(output.request_id, output.stats)
         study.steps += 1
         if not study.moments or now >= study.moments[-1].time + self._interval:
             self._look(plan, now)
@@ -322,7 +322,7 @@ class _Simulator:
             self.queued[tenant].remove(request_id)
             self.arrivals.left_queue(tenant)
 
-    def _finished(self, request_id: int, stats: RequestStats, now: float) -> None:
+    def _finished(self, request_id: int, stats: RequestStats) -> None:
         request = self._leave(request_id)
         figures = self.study.tenants[request.tenant]
         figures.finished += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Seq
 
 import torch
@@ -14,7 +13,7 @@ from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.models import Model, NativeDecoder
 from paceline.runner.drafter import Draft
-from paceline.runner.input_batch import Run, flatten
+from paceline.runner.input_batch import Run, flatten, row_bounds
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.noise import Stream, Uniform
 from paceline.runner.positions import Positions, noise_keys
@@ -144,7 +143,7 @@ class _Proposal:
         # Rows of q, those of one sequence side by side.
         drawn = [s.params.verification in DRAWN for s, _ in batch]
         rows = [depth if is_drawn else 0 for depth, is_drawn in zip(self._depths, drawn, strict=True)]
-        *self._first_rows, num_rows = itertools.accumulate(rows, initial=0)
+        *self._first_rows, num_rows = row_bounds(rows)
         self._probs = torch.empty(num_rows, vocab, device=device) if num_rows else None
         self._vocab = vocab
         self._drawn = drawn

@@ -1,0 +1,23 @@
+"""The turns of a chat, as callers give them: mappings, or objects such as the `ChatMessage` of client and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from paceline.errors import InvalidArgument
+
+_KEYS: Final = ("role", "content")
+
+
+def is_turn(item: object) -> bool:
+    """Whether it is meant as one."""
+    return isinstance(item, Mapping) or all(hasattr(item, key) for key in _KEYS)
+
+
+def read_turn(field: str, item: object) -> tuple[str, str]:
+    """Role and content. Raises InvalidArgument, which names `field`: that is not what there is."""
+    given: Mapping[Any, Any] = item if isinstance(item, Mapping) else {key: getattr(item, key, None) for key in _KEYS}
+    if given.keys() != set(_KEYS) or not all(isinstance(value, str) for value in given.values()):
+        raise InvalidArgument(field, item, "a ChatMessage, or a mapping with the keys role and content, of texts")
+    return given["role"], given["content"]
