@@ -106,7 +106,10 @@ def brief(value: object) -> str:
     """A value as errors show it, cut where it is long; a path is whole, since its end tells the most."""
     if isinstance(value, PurePath):
         return repr(str(value))
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or more digits than Python writes
+        shown = f"of type {type(value).__name__}, too large to be shown"
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 

@@ -7,7 +7,6 @@ print(completion.text)
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -36,7 +35,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.step_loop import StepLoop
 from paceline.errors import InvalidArgument
-from paceline.options import check_names, check_types
+from paceline.options import check_names, check_types, json_text
 
 Name = TypeVar("Name", bound=StrEnum)
 
@@ -279,14 +278,7 @@ def _grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
     value = given[name]
     if name == "choices":
         return GrammarSpec(GrammarKind.CHOICE, choices=_tuple(name, given, str))
-    return GrammarSpec(kinds[name], value if isinstance(value, str) else _json_text(name, value))
-
-
-def _json_text(name: str, schema: object) -> str:
-    try:
-        return json.dumps(schema, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgument(name, schema, "JSON text, or what JSON can hold") from error
+    return GrammarSpec(kinds[name], value if isinstance(value, str) else json_text(name, value))
 
 
 def _member(field: str, value: object, kind: type[Name]) -> Name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -57,6 +58,14 @@ def check_timeout(timeout: object) -> float | None:
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
         raise InvalidArgument("timeout", timeout, "seconds above 0, or None")
     return timeout if timeout <= LONGEST_TIME else None
+
+
+def json_text(field: str, schema: object) -> str:
+    """A JSON schema as text. Raises InvalidArgument: it is nothing that JSON can hold."""
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(field, schema, "JSON text, or what JSON can hold") from error
 
 
 def _told(name: str, known: Collection[str]) -> str:

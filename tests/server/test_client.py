@@ -415,6 +415,13 @@ def test_options() -> None:
     assert build_request("x", choices=[]).structured.HasField("choice")
 
 
+def nested(levels: int) -> dict[str, object]:
+    schema: dict[str, object] = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
@@ -430,6 +437,12 @@ def test_options() -> None:
         ("x", {"logit_bias": {-1: 0.5}}, "sampling.logit_bias = {-1: 0.5}: must be a mapping of token ids"),
         ("x", {"regex": "a", "choices": ["b"]}, "structured = 'regex and choices': must be one of json_schema, regex"),
         ("x", {"json_schema": {"const": {1}}}, "structured.json_schema = .*: must be JSON text, or what JSON can hold"),
+        (
+            "x",
+            {"json_schema": nested(10_000)},
+            "structured.json_schema = of type dict, too large to be shown: must be JSON",
+        ),
+        ("x", {"max_tokens": 10**5000}, "stop.max_tokens = of type int, too large to be shown: must be an integer"),
         ("x", {"choices": "ab"}, "structured.choice.values = 'ab': must be a sequence"),
         ("x", {"logprobs": -1}, "output.logprobs = -1: must be an integer"),
         ("x", {"logprobs_mode": "log"}, "output.logprobs_mode = 'log': must be one of raw, processed"),

@@ -5,7 +5,6 @@ The server judges values; here only what the contract cannot carry is refused, a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, TypedDict, Unpack, cast
@@ -16,7 +15,7 @@ from google.protobuf.message import Message
 
 from paceline.chat import is_turn, read_turn
 from paceline.errors import InvalidArgument
-from paceline.options import LONGEST_TIME, check_names
+from paceline.options import LONGEST_TIME, check_names, json_text
 from paceline.v1 import admin_pb2, model_pb2
 from paceline.v1 import generation_pb2 as pb
 
@@ -263,22 +262,16 @@ def _set_structure(structured: pb.StructuredOutput, options: GenerateOptions) ->
         structured.choice.SetInParent()  # an empty list too is a choice of the oneof: the server says what is wrong
         _fill(structured.choice, "structured.choice", values=choices)
         return
+    schema = options.get("json_schema")
     _fill(
         structured,
         "structured",
-        json_schema=_json_text(options.get("json_schema")),
+        json_schema=schema
+        if schema is None or isinstance(schema, str)
+        else json_text("structured.json_schema", schema),
         regex=options.get("regex"),
         grammar=options.get("grammar"),
     )
-
-
-def _json_text(schema: str | Mapping[str, object] | None) -> str | None:
-    if schema is None or isinstance(schema, str):
-        return schema
-    try:
-        return json.dumps(schema, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument("structured.json_schema", schema, "JSON text, or what JSON can hold") from error
 
 
 def _choose(field: str, value: str | None, choices: Mapping[str, int]) -> int | None:
