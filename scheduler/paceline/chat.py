@@ -16,8 +16,11 @@ def is_turn(item: object) -> bool:
 
 
 def read_turn(field: str, item: object) -> tuple[str, str]:
-    """Role and content. Raises InvalidArgument, which names `field`: that is not what there is."""
+    """Role and content. Raises InvalidArgument: that is not what there is, or no text; names `field`, or what of it."""
     given: Mapping[Any, Any] = item if isinstance(item, Mapping) else {key: getattr(item, key, None) for key in _KEYS}
-    if given.keys() != set(_KEYS) or not all(isinstance(value, str) for value in given.values()):
-        raise InvalidArgument(field, item, "a ChatMessage, or a mapping with the keys role and content, of texts")
+    if not is_turn(item) or given.keys() != set(_KEYS):
+        raise InvalidArgument(field, item, "a ChatMessage, or a mapping with the keys role and content")
+    for key in _KEYS:
+        if not isinstance(given[key], str):
+            raise InvalidArgument(f"{field}.{key}", given[key], "text")
     return given["role"], given["content"]

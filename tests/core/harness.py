@@ -125,6 +125,7 @@ class Harness:
         tenant: str = "",
         scheduling: SchedulingParams | None = None,
         logprobs: LogprobsParams = LogprobsParams(),
+        arrival: float | None = None,
     ) -> Request:
         """Queue a request; with `sibling`, another completion of its prompt, which has to be given again."""
         request_id = len(self.requests)
@@ -138,6 +139,7 @@ class Harness:
             sibling_id=None if sibling is None else sibling.request_id,
             scheduling=scheduling or SchedulingParams(tenant),
             logprobs=logprobs,
+            arrival=arrival,
         )
         self.requests[request_id] = request
         self.check()

@@ -16,7 +16,14 @@ from paceline.core.plan import StepPlan, StepTimes
 from paceline.core.request import Request, RequestStatus
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.core.tenants import MOST_IDLE, Tenants
-from paceline.errors import InvalidArgument, ResourceExhausted, Unavailable
+from paceline.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    PacelineError,
+    QueueTimeout,
+    ResourceExhausted,
+    Unavailable,
+)
 
 STEP = 1.0  # seconds of every step
 
@@ -303,6 +310,23 @@ def test_who_floods_the_queue_gives_way_to_others(weight: float, places: int) ->
     error = shop.refused[flood[-1].request_id]
     assert isinstance(error, Unavailable)
     assert error.retry_after is not None
+    shop.drain()
+
+
+@pytest.mark.parametrize("error", [QueueTimeout, DeadlineExceeded])
+def test_nobody_gives_way_to_who_has_come_too_late(error: type[PacelineError]) -> None:
+    """What is prepared for long may be late before it comes here."""
+    shop = Shop(max_queued=4)
+    for _ in range(4):
+        shop.add_for("a")
+    shop.now += 10.0
+    times = {"queue_timeout": 5.0} if error is QueueTimeout else {"time_to_first_token": 5.0}
+    with pytest.raises(error):
+        shop.add(4, scheduling=SchedulingParams("b", **times), arrival=shop.now - 5.0)
+    shop.step()
+    assert not shop.refused
+    on_time = shop.add(4, scheduling=SchedulingParams("b", **times), arrival=shop.now - 3.0)
+    assert on_time.arrival == shop.now - 3.0
     shop.drain()
 
 

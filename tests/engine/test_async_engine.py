@@ -516,7 +516,8 @@ class TestSubmit:
             assert (stats.queue_seconds, stats.time_to_first_token, stats.total_seconds) == (3.0, 3.0, 3.0)
             impatient = replace(asked, scheduling=SchedulingParams(queue_timeout=2.0))
             with pytest.raises(QueueTimeout, match=r"within scheduling.queue_timeout, 2 s"):
-                await read(await served.submit(impatient))
+                await served.submit(impatient)
+            assert not engine.has_work
 
     async def test_before_the_start(self) -> None:
         served = AsyncEngine(make_engine())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -73,6 +76,40 @@ async def test_who_is_cancelled_leaves_no_place_taken_and_no_call_behind() -> No
     assert await waits[3] == "waits c"
     assert gate.ran == ["runs", "waits a", "waits c"]
     assert await threads.run("a", gate.call, "again") == "again"
+
+
+async def test_what_nobody_waits_for_any_more_may_fail() -> None:
+    """Quietly: it is no error of the server's."""
+    threads, gate, told = FairThreads(1), Gate(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+
+    def fail() -> None:
+        gate.call("fails")
+        raise ValueError
+
+    task = asyncio.create_task(threads.run("a", fail))
+    await gate.wait_begun()
+    task.cancel()
+    await turns_of_the_loop()
+    gate.open()
+    assert await threads.run("a", gate.call, "again") == "again"
+    del task
+    gc.collect()
+    assert not told
+
+
+class NoThreads(ThreadPoolExecutor):
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        raise RuntimeError("can't start new thread")
+
+
+async def test_without_a_thread_no_place_is_lost() -> None:
+    threads, loop = FairThreads(1), asyncio.get_running_loop()
+    loop.set_default_executor(NoThreads())
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        await threads.run("a", int, "1")
+    loop.set_default_executor(ThreadPoolExecutor())
+    assert await threads.run("a", int, "1") == 1
 
 
 async def test_who_is_cancelled_as_the_turn_comes_hands_it_on() -> None:

@@ -125,10 +125,16 @@ def test_a_message_is_one_as_the_client_takes_it(message: ChatMessage) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [{"role": "user"}, {"role": "user", "content": 1}, {"role": "user", "content": "x", "name": "y"}, {}]
+    ("message", "error"),
+    [
+        ({"role": "user"}, r"chat.messages\[0\] = .*: must be a ChatMessage, or a mapping"),
+        ({"role": "user", "content": "x", "name": "y"}, r"chat.messages\[0\] = .*: must be a ChatMessage, or a mapping"),
+        ({}, r"chat.messages\[0\] = .*: must be a ChatMessage, or a mapping"),
+        ({"role": "user", "content": 1}, r"chat.messages\[0\].content = 1: must be text"),
+    ],
 )
-def test_a_message_without_what_makes_it_one_is_refused(message: dict[str, object]) -> None:
-    with pytest.raises(InvalidArgument, match=r"chat.messages\[0\] = .*: must be a ChatMessage, or a mapping"):
+def test_a_message_without_what_makes_it_one_is_refused(message: dict[str, object], error: str) -> None:
+    with pytest.raises(InvalidArgument, match=error):
         LLM.from_engine(make_engine()).generate([message])  # type: ignore[list-item]
 
 

@@ -466,7 +466,8 @@ def nested(levels: int) -> dict[str, object]:
         (b"x", {}, "prompt = b'x': must be text, token ids or chat messages"),
         ({"role": "user", "content": "x"}, {}, "must be text, token ids or chat messages"),
         ([{"role": "user"}], {}, r"chat.messages\[0\] = .*keys role and content"),
-        ([{"role": "user", "content": 1}], {}, r"chat.messages\[0\] = .*keys role and content, of texts"),
+        ([{"role": "user", "content": 1}], {}, r"chat.messages\[0\].content = 1: must be text"),
+        ([{"role": "assistant", "content": None}], {}, r"chat.messages\[0\].content = None: must be text"),
         ([ChatMessage("user", "x"), 3], {}, r"chat.messages\[1\] = 3"),
     ],
 )

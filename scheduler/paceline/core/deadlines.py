@@ -56,7 +56,8 @@ class Deadlines:
             heapq.heappush(self._timers, (moment, request.request_id))
 
     def check(self, request: Request, now: float, busy: bool) -> None:
-        """Could it be in time if it started now? Raises DeadlineExceeded, with the estimate, if not.
+        """Could it be in time if it started now? Raises DeadlineExceeded, with the estimate, if not; where the time is
+        over already, what `expired` tells.
 
         Args:
             busy: others run. Only then the estimate is believed: it is made by steps, and where none are made a bad one
@@ -64,9 +65,10 @@ class Deadlines:
         """
         for moment, seconds in self._moments(request):
             left = moment - now
-            if left <= 0.0 or (busy and seconds > left):
-                reason = f"it would take about {seconds:.2f} s" if seconds else "it has not started"
-                raise DeadlineExceeded(f"too late: {reason}, and {max(0.0, left):.2f} s are left")
+            if left <= 0.0:
+                raise self._late(request)
+            if busy and seconds > left:
+                raise DeadlineExceeded(f"too late: it would take about {seconds:.2f} s, and {left:.2f} s are left")
 
     def expired(self, requests: Mapping[int, Request], now: float) -> list[tuple[Request, PacelineError]]:
         """Live requests that have come too late, running ones included, and how they end. Each is told once."""

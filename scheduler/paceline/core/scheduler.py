@@ -49,6 +49,7 @@ from paceline.errors import (
     DeadlineExceeded,
     InvalidArgument,
     PacelineError,
+    QueueTimeout,
     QuotaExceeded,
     Reason,
     ResourceExhausted,
@@ -172,6 +173,7 @@ class Scheduler:
         sibling_id: int | None = None,
         num_siblings: int = 0,
         scheduling: SchedulingParams = ANYBODY,
+        arrival: float | None = None,
     ) -> Request:
         """Queue a request. Ids are never used twice, so that a late result cannot meet a newer request.
 
@@ -181,12 +183,14 @@ class Scheduler:
             num_siblings: completions that are added right after this one, with all else equal: there is room in the
                 queue for them, too, or for none, and nobody gives way for some of them.
             scheduling: whose request it is and when it is wanted; a method that the tenant may not use drafts nothing.
+            arrival: when it came, which its times count from; None: now.
 
         Raises:
             AlreadyExists: the id is live.
             InvalidArgument: an unknown tenant, a deadline that has passed, a lowest depth above the tenant's or the
                 server's highest, a verification rule that does not fit.
             DeadlineExceeded: it could not be in time even if it started at once, as far as that can be told.
+            QueueTimeout: it has waited for too long before it came here.
             PacelineError: whatever `check` and `check_queue` refuse.
         """
         if request_id in self.requests:
@@ -206,7 +210,7 @@ class Scheduler:
             params,
             stop,
             bounded,
-            now,
+            now if arrival is None else arrival,
             methods=self._methods(speculation, tenant),
             scheduling=scheduling,
             max_total_tokens=max_total,
@@ -214,7 +218,7 @@ class Scheduler:
         )
         try:
             self.deadlines.check(request, now, bool(self.running))
-        except DeadlineExceeded:
+        except (DeadlineExceeded, QueueTimeout):
             del request.siblings[request_id]
             raise
         priority = min(scheduling.priority, self.tenants.policy(tenant).max_priority)
@@ -527,7 +531,7 @@ class Scheduler:
                 continue
             try:
                 self.deadlines.check(request, now, bool(self.running))
-            except DeadlineExceeded as error:
+            except (DeadlineExceeded, QueueTimeout) as error:
                 self._refuse(request, error)
                 continue
             slowdown = step.slowdown if tenant.name in step.crowd else None

@@ -206,11 +206,11 @@ class Engine:
         if self._failed:
             raise EngineDead("the engine failed and serves no more requests")
         prepared = self.prepare(request) if prepared is None else prepared
-        # The same for all, so that what the first may do the others may too.
-        now = self.clock() if arrival is None else arrival
+        now = self.clock()  # the same for all, so that what the first may do the others may too
+        arrival = now if arrival is None else arrival
         ids = [next(self._ids) for _ in range(request.n)]
         for choice, request_id in enumerate(ids):
-            self._add_completion(request, prepared, choice, request_id, ids[0], now)
+            self._add_completion(request, prepared, choice, request_id, ids[0], now, arrival)
         return ids[0]
 
     def _add_completion(
@@ -221,6 +221,7 @@ class Engine:
         request_id: int,
         first_id: int,
         now: float,
+        arrival: float,
     ) -> None:
         prompt, logprobs = prepared.prompt_token_ids, request.logprobs
         if choice:
@@ -238,6 +239,7 @@ class Engine:
             sibling_id=first_id if choice else None,
             num_siblings=request.n - 1 - choice,
             scheduling=request.scheduling,
+            arrival=arrival,
         )
         eos_token_ids = self.scheduler.config.eos_token_ids
         checker = StopChecker(request.stop, self.tokenizer, prompt, eos_token_ids, prepared.stop_strings)

@@ -10,8 +10,9 @@ from typing import TypeVar, TypeVarTuple
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
-# The event loop's threads are four more than the cores, and 32 at most: some are left for what is to be sent.
-PLACES = min(os.cpu_count() or 1, 28)
+# The event loop's threads are four more than the cores, of this process or of the machine, and 32 at most: some are
+# left for what is to be sent.
+PLACES = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 28)
 
 
 class FairThreads:
@@ -30,9 +31,18 @@ class FairThreads:
     async def run(self, tenant: str, function: Callable[[*Arguments], T], *args: *Arguments) -> T:
         """What the call returns, or raises. Where this is cancelled, a call that runs goes on, and keeps its place."""
         await self._turn(tenant)
-        call = asyncio.get_running_loop().run_in_executor(None, function, *args)
-        call.add_done_callback(lambda _: self._leave())
+        try:
+            call = asyncio.get_running_loop().run_in_executor(None, function, *args)
+        except BaseException:  # the system has no more threads
+            self._leave()
+            raise
+        call.add_done_callback(self._ended)
         return await asyncio.shield(call)
+
+    def _ended(self, call: asyncio.Future[T]) -> None:
+        if not call.cancelled():
+            call.exception()  # whoever waited for it may be gone: then it is nobody's
+        self._leave()
 
     async def _turn(self, tenant: str) -> None:
         """Take a place, once there is one for the tenant."""
