@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 T = TypeVar("T")
@@ -31,8 +33,9 @@ class FairThreads:
     async def run(self, tenant: str, function: Callable[[*Arguments], T], *args: *Arguments) -> T:
         """What the call returns, or raises. Where this is cancelled, a call that runs goes on, and keeps its place."""
         await self._turn(tenant)
+        in_context = partial(copy_context().run, function, *args)  # so that logs name the RPC
         try:
-            call = asyncio.get_running_loop().run_in_executor(None, function, *args)
+            call = asyncio.get_running_loop().run_in_executor(None, in_context)
         except BaseException:  # the system has no more threads
             self._leave()
             raise
