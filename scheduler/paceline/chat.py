@@ -17,8 +17,10 @@ def is_turn(item: object) -> bool:
 
 def read_turn(field: str, item: object) -> tuple[str, str]:
     """Role and content. Raises InvalidArgument: that is not what there is, or no text; names `field`, or what of it."""
-    given: Mapping[Any, Any] = item if isinstance(item, Mapping) else {key: getattr(item, key, None) for key in _KEYS}
-    if not is_turn(item) or given.keys() != set(_KEYS):
+    given: Mapping[Any, Any] = (
+        item if isinstance(item, Mapping) else {key: getattr(item, key) for key in _KEYS if hasattr(item, key)}
+    )
+    if given.keys() != set(_KEYS):
         raise InvalidArgument(field, item, "a ChatMessage, or a mapping with the keys role and content")
     for key in _KEYS:
         if not isinstance(given[key], str):

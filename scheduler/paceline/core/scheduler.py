@@ -531,7 +531,7 @@ class Scheduler:
                 continue
             try:
                 self.deadlines.check(request, now, bool(self.running))
-            except (DeadlineExceeded, QueueTimeout) as error:
+            except DeadlineExceeded as error:  # whose time was over has been refused already
                 self._refuse(request, error)
                 continue
             slowdown = step.slowdown if tenant.name in step.crowd else None
