@@ -8,7 +8,7 @@ from typing import Final
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, StepLoad, offer_by
 from paceline.core.method import DRAFT_MODEL
-from paceline.core.slot_order import ASKED, Slot, rank_of
+from paceline.core.slot_order import ASKED, least_rise
 
 CATCH_UP_HORIZON: Final = 64  # steps over which a request that drafts again pays for what its draft model missed
 
@@ -81,16 +81,19 @@ class SlotProblem:
     def _slots(self) -> list[_Slot]:
         """In the order in which they are taken, whatever the number of passes."""
         slots = []
+        least = self.slot_price + self.second * least_rise(self.targets)
         for index, run in enumerate(self.runs):
             price = self.second * run.reading / len(run.survivals)
             for position, survival in enumerate(run.survivals):
                 is_asked = position < run.asked
+                if survival <= least and not is_asked:
+                    break  # nor does anything behind it gain
                 rank = position - ASKED if is_asked else price - survival
                 rows, reading = (1 + run.catch_up, run.reading) if position == 0 else (1, 0.0)
                 slots.append(
                     _Slot(rank, is_asked, index, position, survival - self.slot_price, rows, reading, run.forward)
                 )
-        slots.sort(key=rank_of)
+        slots.sort(key=_rank_of)
         return slots
 
     def _best(self, slots: list[_Slot], passes: int) -> BestSlots:
@@ -168,17 +171,21 @@ class SlotProblem:
         return most
 
 
-class _Slot(Slot):
+class _Slot:
     """A draft of a run.
 
     Attributes:
+        rank: those of low rank are taken first.
+        is_asked: taken whatever it brings.
+        index: of the run.
         position: where it stands in it.
+        gain: tokens that it brings beyond what a slot costs besides its time.
         rows: for it, and for what must be read before.
         reading: seconds of the latter.
         forward: and of its part in the forward that all share who read.
     """
 
-    __slots__ = ("forward", "position", "reading", "rows")
+    __slots__ = ("forward", "gain", "index", "is_asked", "position", "rank", "reading", "rows")
 
     def __init__(
         self,
@@ -191,11 +198,18 @@ class _Slot(Slot):
         reading: float,
         forward: float,
     ) -> None:
-        super().__init__(rank, is_asked, index, gain)
+        self.rank = rank
+        self.is_asked = is_asked
+        self.index = index
         self.position = position
+        self.gain = gain
         self.rows = rows
         self.reading = reading
         self.forward = forward
+
+
+def _rank_of(slot: _Slot) -> float:
+    return slot.rank
 
 
 class _Run:
