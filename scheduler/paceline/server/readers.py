@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from paceline.server.status import REQUEST_ID_KEY
+from paceline.headers import REQUEST_ID_KEY
 from paceline.server.watch import ReaderBounds, Watch
 
 
