@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine
-from types import TracebackType
 from typing import Any, Final, Self, TypeAlias, Unpack
 
 import grpc
@@ -84,9 +83,7 @@ class ManyGenerations:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def _start(self, request: pb.GenerateRequest, remaining: float | None) -> GenerateCall:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
@@ -83,9 +82,7 @@ class SyncGeneration(Reading):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _read(self) -> Generator[Delta, None, None]:
@@ -233,9 +230,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _ask(self, question: Question[T], /, **options: Unpack[CallOptions]) -> T:
