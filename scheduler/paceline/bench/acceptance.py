@@ -14,7 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline.bench.console import console
-from paceline.bench.numbers import parse_numbers
+from paceline.bench.number_lists import parse_numbers
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import StepPlan, StepResult, StepRunner

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from paceline.bench.baselines import BASELINES
 from paceline.bench.console import console
-from paceline.bench.numbers import parse_numbers
+from paceline.bench.number_lists import parse_numbers
 from paceline.core.acceptance import AcceptanceModel
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.cost_model import CostModel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.bench.host import host_runner
-from paceline.bench.numbers import parse_numbers
+from paceline.bench.number_lists import parse_numbers
 from paceline.engine import Engine
 from paceline.runner.verification import Run, Verdict, Verifier
 
