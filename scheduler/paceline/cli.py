@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import typer
 from paceline import __version__
 from paceline.bench import app as bench_app
 from paceline.bench.cli import check_output, check_plot
-from paceline.command_options import client_options, with_options
+from paceline.command_options import client_options, parse_size, with_options
 from paceline.errors import EngineDead, InvalidArgument, NotWritten, PacelineError
 from paceline.whole_file import write_json
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 ENGINE_ERROR: Final = 1
 USER_ERROR: Final = 2
-SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 Server = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Which does the work; see `paceline serve`.")]
 
@@ -58,17 +56,6 @@ def main() -> None:
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
-
-
-def parse_size(text: str) -> int:
-    """Bytes: 536870912, 512MiB, 512M (the same), 0.5GiB, 512MB (of 1000 * 1000). Raises typer.BadParameter."""
-    match = SIZE.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-    number, unit, binary = match.groups()
-    decimal = text.strip().upper().endswith("B") and not binary
-    base = 1000 if decimal else 1024
-    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
 
 
 def parse_schema(text: str) -> str:

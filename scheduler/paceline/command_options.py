@@ -1,17 +1,31 @@
-"""Options that several commands have."""
+"""Options that several commands have, and how they are read."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 if TYPE_CHECKING:
     from paceline.client import ClientOptions
+
+SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes: 536870912, 512MiB, 512M (the same), 0.5GiB, 512MB (of 1000 * 1000). Raises typer.BadParameter."""
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    number, unit, binary = match.groups()
+    decimal = text.strip().upper().endswith("B") and not binary
+    base = 1000 if decimal else 1024
+    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
 
 
 def client_options(

@@ -7,6 +7,10 @@ from typing import Final
 
 from paceline.errors import InvalidArgument
 
+AUTHORIZATION_KEY: Final = "authorization"
+PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
+REQUEST_ID_KEY: Final = "x-request-id"
+TRACEPARENT_KEY: Final = "traceparent"
 # Of requests, tenants and models. No blanks: they would not survive the trip at either end of a name.
 NAME: Final = re.compile(r"[!-~]{1,128}")
 # https://www.w3.org/TR/trace-context/#traceparent-header

@@ -35,7 +35,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.step_loop import StepLoop
 from paceline.errors import InvalidArgument
-from paceline.options import check_names, check_types, json_text
+from paceline.options import check_names, check_types, json_text, plain
 
 Name = TypeVar("Name", bound=StrEnum)
 
@@ -142,7 +142,8 @@ class LLM:
         from paceline.wiring import EngineSettings, build_engine
 
         check_names(settings, [item.name for item in fields(EngineSettings)])
-        self.engine: Engine = build_engine(EngineSettings(model=model, draft=draft or "none", **settings))
+        own = {name: plain(value) for name, value in settings.items()}
+        self.engine: Engine = build_engine(EngineSettings(model=model, draft=draft or "none", **own))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
@@ -222,7 +223,7 @@ def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOpti
         TypeError: an option that does not exist.
     """
     check_names(options, GenerateOptions.__annotations__)
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: plain(value) for name, value in options.items() if value is not None}
     check_types(given, _HINTS)  # others would fail in the middle of a step, and the engine with it
     prompt = _as_prompt(prompt)
     get = given.get
@@ -310,7 +311,7 @@ def _tuple(name: str, given: Mapping[str, Any], kind: type) -> tuple[Any, ...]:
     for value in values:
         if not isinstance(value, kind):
             raise InvalidArgument(name, value, f"a sequence of {items}")
-    return values
+    return tuple(map(plain, values))
 
 
 def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
@@ -318,7 +319,7 @@ def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     is_mapping = isinstance(biases, Mapping)
     if not is_mapping or not all(isinstance(k, Integral) and isinstance(v, Real) for k, v in biases.items()):
         raise InvalidArgument("logit_bias", biases, "a mapping of token ids to numbers")
-    return tuple(biases.items())
+    return tuple((plain(token_id), plain(bias)) for token_id, bias in biases.items())
 
 
 def _completion(outputs: list[Output]) -> Completion:

@@ -47,6 +47,15 @@ def check_types(given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
             raise InvalidArgument(name, value, " or ".join(words))
 
 
+def plain(value: Any) -> Any:
+    """A number as Python's own, such as one of numpy's: what is compiled takes no others. All else as it is."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
 def check_timeout(timeout: object) -> float | None:
     """Seconds that a call may take. None has no end, and so has what is longer than gRPC can count, such as inf.
 

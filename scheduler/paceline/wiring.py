@@ -475,6 +475,6 @@ def _serve(engine: Engine, kinds: Sequence[SamplingParams], logprobs: LogprobsPa
         for sampling in kinds
     ]
     while waiting or engine.has_work:
-        while waiting and engine.has_room_for(waiting[0]):
+        while waiting and engine.has_room_for(waiting[-1]):
             engine.add(waiting.pop())
         engine.step()

@@ -116,6 +116,31 @@ def test_ids_of_numpy_are_one_prompt_as_others_are() -> None:
     assert one.token_ids == same.token_ids
 
 
+def test_numbers_of_numpy_are_as_others_are() -> None:
+    """Others fail where they meet what is compiled, or in the middle of a step, and the engine with it."""
+    whole = ["max_tokens", "min_tokens", "n", "seed", "top_k", "logprobs", "prompt_logprobs", "max_draft_tokens"]
+    options: dict[str, Any] = dict.fromkeys(whole, 3) | {"temperature": 0.5, "ignore_eos": True}
+    options |= {"stop_token_ids": [3], "allowed_token_ids": [3, 4], "logit_bias": {3: 0.5}}
+    given = {name: _of_numpy(value) for name, value in options.items()}
+    requests = [build_request("hi", SamplingParams(), made) for made in (given, options)]  # type: ignore[arg-type]
+    assert repr(requests[0]) == repr(requests[1])
+    [completion] = LLM.from_engine(make_engine()).generate([9], max_tokens=np.int64(3))  # type: ignore[arg-type]
+    assert len(completion.token_ids) == 3
+
+
+def _of_numpy(value: Any) -> Any:
+    match value:
+        case bool():
+            return value
+        case int():
+            return np.int64(value)
+        case float():
+            return np.float32(value)
+        case dict():
+            return {_of_numpy(key): _of_numpy(held) for key, held in value.items()}
+    return np.array(value)
+
+
 @pytest.mark.parametrize(
     "message", [ChatMessage("user", "hi"), client.ChatMessage("user", "hi"), {"role": "user", "content": "hi"}]
 )

@@ -8,7 +8,6 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from paceline.server import convert
 from paceline.sim import reference_output
 from paceline.v1 import generation_pb2 as pb
 from support.serving import MAX_MODEL_LEN, MODEL, Serving, details_of, failure, request, serving
@@ -286,19 +285,6 @@ async def test_bugs_are_logged_and_not_told(
     assert ("x-request-id", "unlucky") in list(error.trailing_metadata() or ())
     assert "a secret" in caplog.text
     assert "unlucky" in caplog.text
-    await bystander.check()
-
-
-# -- fields that are known and not supported yet ----------------------------------------------------------------------
-
-
-async def test_unsupported_fields_are_refused_by_name(
-    serving: Serving, bystander: Bystander, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(convert, "UNSUPPORTED", frozenset({"output.final_only"}))
-    error = await failure(serving.stub.Generate(request(output=pb.OutputParams(final_only=True))))
-    assert error.code() is PRECONDITION
-    assert (error.details() or "").split()[0] == "output.final_only"
     await bystander.check()
 
 

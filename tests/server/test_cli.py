@@ -18,8 +18,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from paceline import __version__
-from paceline.cli import _InTurn, app, main, parse_size
+from paceline.cli import _InTurn, app, main
 from paceline.client import Client
+from paceline.command_options import parse_size
 from paceline.errors import InvalidArgument, NotFound
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc

@@ -449,6 +449,7 @@ def nested(levels: int) -> dict[str, object]:
         ("x", {"verification": "greedy"}, "speculation.verification = 'greedy': must be one of token_wise, block"),
         ("x", {"stop": ["a", 1]}, r"stop.strings = \['a', 1\]: must be a sequence, each text"),
         ("x", {"speculation": "fast"}, "speculation.mode = 'fast': must be one of auto, off, ngram, draft_model"),
+        ("x", {"verification": ["block"]}, r"speculation.verification = \['block'\]: must be one of token_wise, block"),
         ("x", {"content": "html"}, "output.content = 'html': must be one of text, token_ids, text_and_token_ids"),
         ("x", {"priority": 2**31}, r"scheduling.priority = 2147483648: must be an integer in -2\^31"),
         ("x", {"priority": "high"}, "scheduling.priority = 'high': must be an integer"),

@@ -244,6 +244,15 @@ async def test_nobody_listens() -> None:
             await (await many.start("hello")).collect()
 
 
+async def test_leaving_the_context_ends_who_waits_for_another_attempt(client: AsyncClient) -> None:
+    async with client.many() as many:
+        generation = await many.start("busy UNAVAILABLE 100")
+        reading = asyncio.create_task(generation.collect())
+        await asyncio.sleep(0.05)
+    with pytest.raises(errors.Cancelled):
+        await reading
+
+
 async def test_leaving_the_context_ends_all(client: AsyncClient) -> None:
     async def read(generation: Generation) -> None:
         async for _ in generation:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import socket
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -210,6 +211,20 @@ async def test_closing_ends_the_wait_of_a_thread(server: FakeServer) -> None:
         generation.close()
         with pytest.raises(errors.Cancelled):
             await reading
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_client_that_is_closed_between_attempts_cancels(blocking: bool, server: FakeServer) -> None:
+    client = Client(server.address) if blocking else AsyncClient(server.address)
+    generation = client.generate("busy 9 UNAVAILABLE 100")
+    collect: Any = partial(asyncio.to_thread, generation.collect) if blocking else generation.collect
+    reading = asyncio.create_task(collect())
+    while not server.requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)  # for the answer: then it waits for its next attempt
+    client.close() if isinstance(client, Client) else await client.aclose()
+    with pytest.raises(errors.Cancelled):
+        await reading
 
 
 async def test_health_is_asked_once() -> None:

@@ -37,7 +37,6 @@ from paceline.server.convert import (
     MODES,
     REASONS,
     RULES,
-    UNSUPPORTED,
     WITH_TEXT,
     WITH_TOKEN_IDS,
     is_map,
@@ -74,10 +73,10 @@ EXAMPLES: Mapping[int, object] = {
 
 
 def leaves(message: Any, path: str = "") -> Iterator[tuple[str, list[FieldDescriptor]]]:
-    """All fields down to plain values or to those of `UNSUPPORTED`: dotted path, and the fields on the way."""
+    """All fields down to plain values: dotted path, and the fields on the way."""
     for field in message.fields:
         name = path + field.name
-        if field.message_type is None or is_map(field) or name in UNSUPPORTED:
+        if field.message_type is None or is_map(field):
             yield name, [field]
         else:
             for below, fields in leaves(field.message_type, name + "."):
@@ -106,23 +105,18 @@ def set_field(message: Message, fields: list[FieldDescriptor]) -> None:
 
 
 @pytest.mark.parametrize("path", LEAVES)
-def test_every_field_is_read_or_refused(path: str) -> None:
+def test_every_field_is_read(path: str) -> None:
     """A field that the contract gains fails here until somebody reads it."""
     message = pb.GenerateRequest(prompt_text="p")
     set_field(message, LEAVES[path])
-    if path in UNSUPPORTED:
-        with pytest.raises(errors.FailedPrecondition, match=f"^{path} is set"):
-            read_request(message, DEFAULT)
-        return
     changed = read_request(message, DEFAULT) != read_request(pb.GenerateRequest(prompt_text="p"), DEFAULT)
     assert changed is (path not in OF_THE_SERVICE)
 
 
-def test_lists_hold_nothing_that_could_be_refused() -> None:
-    """`check_supported` does not look into them."""
-    for path, fields in LEAVES.items():
+def test_lists_hold_no_enums() -> None:
+    """`check_enums` does not look into them."""
+    for fields in LEAVES.values():
         if any(field.is_repeated and field.message_type is not None for field in fields):
-            assert path not in UNSUPPORTED
             assert fields[-1].enum_type is None
 
 
@@ -134,8 +128,8 @@ def test_too_many_messages_are_refused_by_their_number() -> None:
     assert len(read_request(message, DEFAULT).prompt) == MAX_CHAT_MESSAGES
 
 
-def test_unsupported_fields_exist() -> None:
-    assert LEAVES.keys() >= UNSUPPORTED | OF_THE_SERVICE
+def test_fields_of_the_service_exist() -> None:
+    assert LEAVES.keys() >= OF_THE_SERVICE
 
 
 def set_leaves(message: Message, path: str = "") -> Iterator[str]:
@@ -227,7 +221,7 @@ def test_a_client_can_ask_for_all_that_is_served() -> None:
     structures: list[GenerateOptions] = [{"regex": "a"}, {"grammar": "a"}, {"choices": ["a"]}]
     messages = [build_request("p", **EVERYTHING), *map(build_request, prompts)]
     messages += [build_request("p", **options) for options in structures]
-    assert {path for message in messages for path in set_leaves(message)} == LEAVES.keys() - UNSUPPORTED
+    assert {path for message in messages for path in set_leaves(message)} == LEAVES.keys()
     assert EVERYTHING.keys() | {"regex", "grammar", "choices"} == GenerateOptions.__annotations__.keys()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -126,6 +128,17 @@ async def test_a_bad_new_certificate(
     assert "PRIVATE KEY" not in caplog.text
     await in_thread(files.rotate, good)
     assert await check(served, files.new) is grpc.StatusCode.OK
+
+
+def test_a_file_that_goes_away_while_it_is_read(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*paths: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", gone)
+    files.tls.reload()
+    assert "the old TLS certificate stays in use" in caplog.text
 
 
 async def test_half_of_a_rotation(served: Serving, files: Files) -> None:

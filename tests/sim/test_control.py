@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from paceline.bench.policy import ADAPTIVE, Score, measure, missed, parse_rates, parse_ratios, plot, render, to_json
+from paceline.bench.policy import ADAPTIVE, Score, measure, missed, parse_rates, parse_ratios, render, to_json
 from paceline.cli import app
 from paceline.core.acceptance import Residual
 from paceline.core.cost_model import LARGEST_BUCKET, CostModel
@@ -271,7 +270,9 @@ def test_options() -> None:
             parse_ratios(text)
 
 
-def test_a_plot_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(InvalidArgument, match="plots"):
-        plot(measure([(0.5,)], [1], [0.1], free_rows=24, steps=4), "title", tmp_path / "grid.png")
+def test_without_matplotlib_nothing_is_simulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("paceline.bench.policy.measure", lambda *_: pytest.fail("it was simulated"))
+    monkeypatch.setattr("paceline.sim.report.find_spec", lambda name: None)
+    result = CliRunner().invoke(app, ["bench", "policy", "--plot", str(tmp_path / "grid.png")])
+    assert isinstance(result.exception, InvalidArgument)
+    assert "paceline[plots]" in str(result.exception)

@@ -14,11 +14,11 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline.bench.console import console
+from paceline.bench.number_lists import parse_numbers
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import StepPlan, StepResult, StepRunner
 from paceline.engine import Engine, GenerationRequest
-from paceline.errors import InvalidArgument
 
 RULES = (Verification.COUPLED, Verification.TOKEN_WISE, Verification.BLOCK)
 RESAMPLES = 2000
@@ -27,13 +27,7 @@ RESAMPLES = 2000
 def parse_temperatures(text: str) -> list[float]:
     """ "0.7,1" -> [0.7, 1.0]. Raises InvalidArgument: greedy drafts are kept under every rule alike."""
     allowed = "finite numbers above 0, separated by commas"
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InvalidArgument("temperatures", text, allowed) from error
-    if not all(0.0 < value < math.inf for value in values):
-        raise InvalidArgument("temperatures", text, allowed)
-    return values
+    return parse_numbers("temperatures", text, lambda value: 0.0 < value < math.inf, allowed)
 
 
 @dataclass(slots=True)

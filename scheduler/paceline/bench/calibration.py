@@ -16,7 +16,6 @@ from paceline.core.calibration import Calibration
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, Verification
 from paceline.engine import Engine
-from paceline.errors import InvalidArgument
 from paceline.whole_file import result_file
 
 LARGEST_GAP = 0.03
@@ -86,14 +85,9 @@ def to_json(calibrations: Calibrations, settings: dict[str, Any]) -> dict[str, A
 
 
 def plot(calibrations: Calibrations, title: str, path: Path) -> None:
-    """Write a PNG: observed over predicted, and both by position.
+    """Write a PNG: observed over predicted, and both by position."""
+    from matplotlib.figure import Figure
 
-    Raises InvalidArgument without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidArgument("plot", path, "nothing unless paceline[plots] is installed") from error
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     by_bin, by_position = figure.subplots(1, 2)
     by_bin.plot([0, 1], [0, 1], color="grey", linewidth=1)

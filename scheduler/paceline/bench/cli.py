@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.command_options import parse_size
 from paceline.errors import InvalidArgument, NotWritten
 from paceline.whole_file import check_file, write_json
 
@@ -431,7 +432,6 @@ def limits(
 ) -> None:
     """How near the native backend comes to this machine's bandwidth, arithmetic and memory."""
     from paceline.bench.limits import measure, render, to_json
-    from paceline.cli import parse_size  # which imports this module
     from paceline.wiring import EngineSettings
 
     settings = EngineSettings(

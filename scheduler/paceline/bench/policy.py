@@ -14,11 +14,11 @@ from rich.table import Table
 
 from paceline.bench.baselines import BASELINES
 from paceline.bench.console import console
+from paceline.bench.number_lists import parse_numbers
 from paceline.core.acceptance import AcceptanceModel
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
-from paceline.errors import InvalidArgument
 from paceline.sim.control import Population, best_stationary, roofline, simulate_control
 from paceline.whole_file import result_file
 
@@ -34,26 +34,15 @@ Rates = tuple[float, ...]
 
 def parse_rates(text: str) -> list[Rates]:
     """ "0.3,0.5/0.9" -> [(0.3,), (0.5, 0.9)]: one rate for all requests, or for each class. Raises InvalidArgument."""
-    try:
-        rates = [tuple(float(rate) for rate in part.split("/")) for part in text.split(",")]
-    except ValueError as error:
-        raise InvalidArgument(
-            "acceptance", text, "numbers, separated by commas, or by / where classes differ"
-        ) from error
-    if not all(0 <= rate <= 1 for classes in rates for rate in classes):
-        raise InvalidArgument("acceptance", text, "numbers from 0 to 1")
-    return rates
+    allowed = "numbers from 0 to 1, separated by commas, or by / where classes differ"
+    classes = (parse_numbers("acceptance", part, lambda rate: 0 <= rate <= 1, allowed, "/") for part in text.split(","))
+    return list(map(tuple, classes))
 
 
 def parse_ratios(text: str) -> list[float]:
     """ "0.02,0.1" -> [0.02, 0.1]. Raises InvalidArgument."""
-    try:
-        ratios = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InvalidArgument("ratio", text, "numbers, separated by commas") from error
-    if not all(0 < ratio <= LARGEST_RATIO for ratio in ratios):
-        raise InvalidArgument("ratio", text, f"numbers above 0, at most {LARGEST_RATIO}")
-    return ratios
+    allowed = f"numbers above 0, at most {LARGEST_RATIO}, separated by commas"
+    return parse_numbers("ratio", text, lambda ratio: 0 < ratio <= LARGEST_RATIO, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,14 +204,9 @@ def to_json(cells: list[Cell], settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def plot(cells: list[Cell], title: str, path: Path) -> None:
-    """Write a PNG: for each policy and number of streams, the share of the best rate by acceptance and ratio.
+    """Write a PNG: for each policy and number of streams, the share of the best rate by acceptance and ratio."""
+    from matplotlib.figure import Figure
 
-    Raises InvalidArgument without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidArgument("plot", path, "nothing unless paceline[plots] is installed") from error
     names = list(cells[0].scores)
     sizes, acceptances, ratios = (
         list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("concurrency", "acceptance", "ratio")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.bench.host import host_runner
+from paceline.bench.number_lists import parse_numbers
 from paceline.engine import Engine
-from paceline.errors import InvalidArgument
 from paceline.runner.verification import Run, Verdict, Verifier
 
 
@@ -41,13 +40,7 @@ class SyntheticVerifier(Verifier):
 
 def parse_rates(text: str) -> list[float]:
     """ "0.9,0.3" -> [0.9, 0.3]. Raises InvalidArgument."""
-    try:
-        rates = [float(part) for part in text.split(",")]
-    except ValueError:
-        rates = [math.nan]
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise InvalidArgument("synthetic", text, "probabilities, separated by commas")
-    return rates
+    return parse_numbers("synthetic", text, lambda rate: 0 <= rate <= 1, "probabilities, separated by commas")
 
 
 def decree(engine: Engine, rates: Sequence[float]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 
 import grpc
@@ -12,7 +11,7 @@ import grpc.aio
 
 from paceline.client.admin import AsyncAdmin
 from paceline.client.connection import CallOptions, ClientOptions, Connection, Metadata
-from paceline.client.errors import RpcError, own_errors
+from paceline.client.errors import RpcError, error_for, own_errors
 from paceline.client.generation import GenerateCall, Generation
 from paceline.client.health import HealthStatus, ask_health
 from paceline.client.many import ManyGenerations
@@ -104,6 +103,7 @@ class AsyncClient:
         self, request: pb.GenerateRequest, *, timeout: float | None = None, traceparent: str | None = None
     ) -> Generation:
         """`generate` for a message made by hand, which may use all of the contract."""
+        self._check_open()
         metadata = self._connection.generation_metadata(request, traceparent)
         begin = self._connection.retries.plan(timeout)
 
@@ -196,9 +196,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     async def _ask(self, question: Question[T], /, **options: Unpack[CallOptions]) -> T:
@@ -213,6 +211,7 @@ class AsyncClient:
         metadata: Metadata,
         wait_for_ready: bool = False,
     ) -> T:
+        self._check_open()
         while True:
             method = self._connect().unary_unary(
                 question.method,
@@ -234,10 +233,14 @@ class AsyncClient:
                     raise
             await asyncio.sleep(delay)
 
-    def _connect(self) -> grpc.aio.Channel:
-        # Not in the constructor: a channel belongs to the event loop that runs when it is made.
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the client is closed")
+
+    def _connect(self) -> grpc.aio.Channel:
+        # Not in the constructor: a channel belongs to the event loop that runs when it is made.
+        if self._closed:  # since the call was asked for
+            raise error_for(grpc.StatusCode.CANCELLED, "the client was closed")
         if self._channel is None:
             target, options = self._connection.target, self._connection.channel_options
             if self._connection.credentials is None:

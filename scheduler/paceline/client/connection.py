@@ -12,7 +12,7 @@ import grpc
 
 from paceline.client.retry import RetryPolicy
 from paceline.errors import InvalidArgument
-from paceline.headers import NAME, TRACEPARENT, check_name
+from paceline.headers import AUTHORIZATION_KEY, NAME, REQUEST_ID_KEY, TRACEPARENT, TRACEPARENT_KEY, check_name
 from paceline.options import check_names
 from paceline.v1 import generation_pb2 as pb
 
@@ -108,7 +108,7 @@ class Connection:
             if self.credentials is None and not is_local(target) and not options.get("allow_plaintext_key"):
                 allowed = "left out without TLS, unless allow_plaintext_key is set: everybody on the way could read it"
                 raise InvalidArgument("api_key", "(not shown)", allowed)
-            self.metadata += (("authorization", f"Bearer {api_key}"),)
+            self.metadata += ((AUTHORIZATION_KEY, f"Bearer {api_key}"),)
 
     def __repr__(self) -> str:
         return f"Connection({self.target!r})"
@@ -118,11 +118,11 @@ class Connection:
         metadata = self.metadata
         if request_id is not None:
             check_name("request_id", request_id)
-            metadata += (("x-request-id", request_id),)
+            metadata += ((REQUEST_ID_KEY, request_id),)
         if traceparent is not None:
             if not TRACEPARENT.fullmatch(traceparent):
                 raise InvalidArgument("traceparent", traceparent, "VERSION-TRACE-PARENT-FLAGS in lower-case hex")
-            metadata += (("traceparent", traceparent),)
+            metadata += ((TRACEPARENT_KEY, traceparent),)
         return metadata
 
     def generation_metadata(self, request: pb.GenerateRequest, traceparent: str | None) -> Metadata:

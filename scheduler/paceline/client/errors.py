@@ -40,10 +40,9 @@ from paceline.errors import (
     Unauthenticated,
     Unavailable,
 )
+from paceline.headers import PUSHBACK_KEY, REQUEST_ID_KEY
 
-_PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
-_REQUEST_ID_KEY: Final = "x-request-id"
 
 
 class RpcError(PacelineError):
@@ -139,11 +138,11 @@ def from_grpc(error: grpc.RpcError) -> RpcError:
     call = cast("Any", error)  # its class promises nothing, but whatever gRPC raises has the status
     made = error_for(call.code(), call.details() or "")
     for key, value in call.trailing_metadata() or ():
-        if key == _PUSHBACK_KEY:
+        if key == PUSHBACK_KEY:
             # gRPC gives a number whatever was sent: what it could not read is the most negative one.
             milliseconds = int(value)
             made.retry_after = milliseconds / 1000 if milliseconds >= 0 else -1.0
-        elif key == _REQUEST_ID_KEY:
+        elif key == REQUEST_ID_KEY:
             made.request_id = value
         elif key == _DETAILS_KEY:
             _add_details(made, value)

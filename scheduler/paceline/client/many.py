@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine
-from types import TracebackType
 from typing import Any, Final, Self, TypeAlias, Unpack
 
 import grpc
@@ -68,6 +67,8 @@ class ManyGenerations:
         timeout: float | None = None,  # noqa: ASYNC109 as above
     ) -> Generation:
         """`start` for a message made by hand."""
+        if self._closed:
+            raise RuntimeError("the stream is closed")
         attempts = self._begin(timeout)
         call = self._start(request, attempts.remaining())
         await asyncio.sleep(0)  # whoever starts many in a row lets them go out meanwhile
@@ -82,14 +83,12 @@ class ManyGenerations:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def _start(self, request: pb.GenerateRequest, remaining: float | None) -> GenerateCall:
-        if self._closed:
-            raise RuntimeError("the stream is closed")
+        if self._closed:  # since the generation was asked for
+            raise error_for(grpc.StatusCode.CANCELLED, "the stream was closed")
         if self._stream is None or self._stream.ended:
             self._stream = _Stream(self._open_stream)
         return self._stream.start(next(self._keys) % 2**32, request, remaining)

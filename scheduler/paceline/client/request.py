@@ -277,7 +277,7 @@ def _set_structure(structured: pb.StructuredOutput, options: GenerateOptions) ->
 def _choose(field: str, value: str | None, choices: Mapping[str, int]) -> int | None:
     if value is None:
         return None
-    if value not in choices:
+    if value not in list(choices):  # which asks for no hash
         raise InvalidArgument(field, value, f"one of {', '.join(choices)}")
     return choices[value]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
@@ -83,9 +82,7 @@ class SyncGeneration(Reading):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _read(self) -> Generator[Delta, None, None]:
@@ -176,6 +173,7 @@ class Client:
         self, request: pb.GenerateRequest, *, timeout: float | None = None, traceparent: str | None = None
     ) -> SyncGeneration:
         """`generate` for a message made by hand, which may use all of the contract."""
+        self._check_open()
         metadata = self._connection.generation_metadata(request, traceparent)
         begin = self._connection.retries.plan(timeout)
 
@@ -232,9 +230,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _ask(self, question: Question[T], /, **options: Unpack[CallOptions]) -> T:
@@ -243,6 +239,7 @@ class Client:
         return self._answer(question, retries.begin(options.get("timeout")), metadata)
 
     def _answer(self, question: Question[T], attempts: Attempts, metadata: Metadata, wait_for_ready: bool = False) -> T:
+        self._check_open()
         while True:
             method = self._connect().unary_unary(
                 question.method,
@@ -265,10 +262,14 @@ class Client:
                     raise failure from error
             self._closing.wait(delay)
 
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise RuntimeError("the client is closed")
+
     def _connect(self) -> grpc.Channel:
         with self._lock:
-            if self._closing.is_set():
-                raise RuntimeError("the client is closed")
+            if self._closing.is_set():  # since the call was asked for
+                raise error_for(grpc.StatusCode.CANCELLED, "the client was closed")
             if self._channel is None:
                 target, options = self._connection.target, self._connection.channel_options
                 if self._connection.credentials is None:

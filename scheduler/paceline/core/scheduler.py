@@ -187,9 +187,10 @@ class Scheduler:
 
         Raises:
             AlreadyExists: the id is live.
-            InvalidArgument: an unknown tenant, a deadline that has passed, a lowest depth above the tenant's or the
-                server's highest, a verification rule that does not fit.
-            DeadlineExceeded: it could not be in time even if it started at once, as far as that can be told.
+            InvalidArgument: an unknown tenant, a lowest depth above the tenant's or the server's highest, a
+                verification rule that does not fit.
+            DeadlineExceeded: it could not be in time even if it started at once, as far as that can be told, or its
+                time is over.
             QueueTimeout: it has waited for too long before it came here.
             PacelineError: whatever `check` and `check_queue` refuse.
         """
@@ -199,8 +200,6 @@ class Scheduler:
         bounded = self.bounded(speculation, tenant)
         params = SequenceParams(sampling, constraints, logprobs, speculation.rule_for(sampling), choice)
         max_total = self.check(len(prompt_token_ids), stop, tenant)
-        if scheduling.deadline is not None and scheduling.deadline <= now:
-            raise InvalidArgument("scheduling.deadline", f"{now - scheduling.deadline:.3f} s ago", "in the future")
         self.check_queue(tenant, 1 + num_siblings, now)
         sibling = None if sibling_id is None else self.requests.get(sibling_id)
         assert sibling is None or sibling.prompt_token_ids == prompt_token_ids, "siblings have one prompt"

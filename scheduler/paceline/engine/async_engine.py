@@ -15,7 +15,7 @@ from paceline.engine.fair_threads import FairThreads
 from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stream import Stream, publish
 from paceline.engine.turns import Turns
-from paceline.errors import Cancelled, DeadlineExceeded, EngineDead, PacelineError, Reason, Unavailable
+from paceline.errors import Cancelled, EngineDead, PacelineError, Reason, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,6 @@ class AsyncEngine:
             self._check_open()
         else:
             prepared = self.engine.prepare(request)
-        self._check_time(request)
         request_id = self.engine.add(request, prepared, arrival)
         stream = Stream(
             request_id,
@@ -179,12 +178,6 @@ class AsyncEngine:
             raise Unavailable("the server is shutting down", reason=Reason.DRAINING)
         if self._task is None:
             raise Unavailable("the engine is not running yet", reason=Reason.MODEL_LOADING)
-
-    def _check_time(self, request: GenerationRequest) -> None:
-        """On its way here and while it was prepared, time went by."""
-        deadline = request.scheduling.deadline
-        if deadline is not None and deadline <= self.engine.clock():
-            raise DeadlineExceeded("too late: the time was over before the request was queued")
 
     # -- life and death -----------------------------------------------------------------------------------------------
 

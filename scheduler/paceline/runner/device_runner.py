@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -51,7 +51,7 @@ class _Launched:
     landing: Tensor
     num_seqs: int
     marks: Marks
-    step: StepResult | None = field(default=None)
+    step: StepResult | None = None
 
     def result(self) -> StepResult:
         return self.runner.collect(self)

@@ -8,10 +8,10 @@ from typing import Final
 
 from paceline.config_file import KEY_PREFIX, TenantsFile
 from paceline.errors import PermissionDenied, Unauthenticated, brief
+from paceline.headers import AUTHORIZATION_KEY
 from paceline.server.admin_service import ADMIN_SERVICE
 from paceline.server.calls import Caller, Context
 
-AUTHORIZATION_KEY: Final = "authorization"
 COMMON_NAME: Final = "x509_common_name"
 ADMIN_PREFIX: Final = f"/{ADMIN_SERVICE}/"
 # Load balancers and container runtimes have no credentials.

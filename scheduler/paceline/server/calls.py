@@ -26,13 +26,11 @@ from paceline.errors import (
     Unavailable,
     brief,
 )
-from paceline.headers import NAME, TRACEPARENT
-from paceline.server.status import REQUEST_ID_KEY, abort
+from paceline.headers import NAME, REQUEST_ID_KEY, TRACEPARENT, TRACEPARENT_KEY
+from paceline.server.status import abort
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = Any  # a grpc.RpcMethodHandler, which is a named tuple in fact and not in its types
-
-TRACEPARENT_KEY: Final = "traceparent"
 
 # Seconds. The client's clock runs out before ours, by the time that its request took to come.
 DEADLINE_SLACK: Final = 0.25

@@ -30,14 +30,10 @@ from paceline.core.params import (
 from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
 from paceline.engine import ChatMessage, GenerationRequest, Prompt
-from paceline.errors import FailedPrecondition, InvalidArgument, NotFound, PacelineError
+from paceline.errors import InvalidArgument, NotFound, PacelineError
 from paceline.headers import check_name
 from paceline.server.status import retry_ms, rule_for
 from paceline.v1 import generation_pb2 as pb
-
-# Fields of a request that this server knows and cannot honour yet. Setting one is an error that names it; a feature
-# that arrives deletes its line.
-UNSUPPORTED: Final[frozenset[str]] = frozenset()
 
 # Each message is looked at by itself, on the event loop.
 MAX_CHAT_MESSAGES: Final = 1 << 14
@@ -86,24 +82,17 @@ WITH_TOKEN_IDS: Final = frozenset({pb.OUTPUT_CONTENT_TOKEN_IDS, pb.OUTPUT_CONTEN
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-def check_supported(message: Message, path: str = "") -> None:
-    """Refuse what is set in `message` and cannot be honoured; `path` is its own dotted name, with a dot at the end.
-
-    Lists are not looked into, since they may be long: their elements have nothing that could be refused here.
-
-    Raises:
-        FailedPrecondition: a field of `UNSUPPORTED` is set.
-        InvalidArgument: an enum has a number without a name.
+def check_enums(message: Message, path: str = "") -> None:
+    """Raises InvalidArgument: an enum has a number without a name. `path` is the message's own dotted name, with a dot
+    at the end. Lists are not looked into, since they may be long: their elements have no enums.
     """
     for field, value in message.ListFields():
         name = path + field.name
-        if name in UNSUPPORTED:
-            raise FailedPrecondition(f"{name} is set, but this server does not support it yet")
         if field.enum_type is not None and value not in field.enum_type.values_by_number:
             names = ", ".join(known.name for known in field.enum_type.values)
             raise InvalidArgument(name, value, f"one of {names}")
         if field.message_type is not None and not field.is_repeated:
-            check_supported(value, name + ".")
+            check_enums(value, name + ".")
 
 
 def is_map(field: FieldDescriptor) -> bool:
@@ -139,10 +128,9 @@ def read_request(
         deadline: on the engine's clock, when the RPC ends.
 
     Raises:
-        FailedPrecondition: a field that is set is not supported.
         InvalidArgument: a value that no model allows; the engine judges the rest, against its own.
     """
-    check_supported(message)
+    check_enums(message)
     return GenerationRequest(
         prompt=_read_prompt(message),
         sampling=_read_sampling(message.sampling, default_sampling),

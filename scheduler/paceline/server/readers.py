@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from paceline.server.status import REQUEST_ID_KEY
+from paceline.headers import REQUEST_ID_KEY
 from paceline.server.watch import ReaderBounds, Watch
 
 
@@ -24,15 +24,14 @@ async def send_headers(context: grpc.aio.ServicerContext[Any, Any], request_id: 
 @asynccontextmanager
 async def watched(bounds: ReaderBounds) -> AsyncIterator[Watch]:
     """Watch the RPC of the running task. Raises ResourceExhausted, also out of a write that is blocked."""
-    watch = None
+    timeout = asyncio.timeout(None)
+    watch = Watch(bounds, timeout)
     try:
-        async with asyncio.timeout(None) as timeout:
-            watch = Watch(bounds, timeout)
-            try:
-                yield watch
-            finally:
-                watch.close()
+        async with timeout:
+            yield watch
     except TimeoutError as error:
-        if watch is not None and watch.error is not None:
+        if watch.error is not None:
             raise watch.error from error
         raise
+    finally:
+        watch.close()

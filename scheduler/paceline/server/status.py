@@ -14,10 +14,9 @@ from grpc_status import rpc_status
 
 from paceline import errors
 from paceline.errors import Reason
+from paceline.headers import PUSHBACK_KEY, REQUEST_ID_KEY
 
 DOMAIN: Final = "paceline"
-REQUEST_ID_KEY: Final = "x-request-id"
-PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
 NEVER: Final = -1
 # For a status behind messages that a client does not read.
 UNREAD_SECONDS: Final = 1.0

@@ -85,13 +85,13 @@ class TlsFiles:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(certificate, key)
-        except (ssl.SSLError, ValueError) as error:
+        except (OSError, ValueError) as error:  # also of a file that goes away meanwhile
             allowed = f"a PEM certificate chain to which the key {str(key)!r} belongs ({_reason(error)})"
             raise InvalidArgument("tls_cert", certificate, allowed) from error
         if client_ca is not None:
             try:
                 context.load_verify_locations(client_ca)
-            except (ssl.SSLError, ValueError) as error:
+            except (OSError, ValueError) as error:
                 raise InvalidArgument("client_ca", client_ca, f"PEM certificates ({_reason(error)})") from error
         return grpc.ssl_server_certificate_configuration([(data["tls_key"], data["tls_cert"])], data.get("client_ca"))
 
