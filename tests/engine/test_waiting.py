@@ -370,3 +370,11 @@ async def test_who_waits_may_leave(lag: int) -> None:
         with pytest.raises(Cancelled):
             await read(stream)
         assert await read(await served.submit(of("b"))) == expected((1, 2, 3), 20)
+
+
+@lags
+async def test_new_policies_wake_it(lag: int) -> None:
+    """Who may go on now does not sleep for as long as the old ones would have had it."""
+    async with asleep(lag) as (served, stream):
+        served.set_policies({}, ONE_SHARE)
+        assert await read(stream) == expected((1, 2, 3), 20)
