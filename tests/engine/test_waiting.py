@@ -309,6 +309,29 @@ async def test_what_took_too_long_to_prepare() -> None:
         assert not engine.has_work
 
 
+async def test_time_that_ends_at_any_moment_on_its_way_is_no_mistake() -> None:
+    added = 0
+    for left in range(7):
+        engine = make_engine()
+        clock = clock_of(engine)
+
+        def ticking(clock: VirtualClock = clock) -> float:
+            clock.advance(1.0)
+            return clock()
+
+        async with running(engine) as served:
+            await asyncio.sleep(0)
+            engine.clock = ticking
+            try:
+                stream = await served.submit(of("a", deadline=clock() + left))
+            except DeadlineExceeded:
+                assert not engine.has_work
+            else:
+                added += 1
+                await stream.aclose()
+    assert 0 < added < 7
+
+
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 

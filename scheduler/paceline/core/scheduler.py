@@ -187,9 +187,10 @@ class Scheduler:
 
         Raises:
             AlreadyExists: the id is live.
-            InvalidArgument: an unknown tenant, a deadline that has passed, a lowest depth above the tenant's or the
+            InvalidArgument: an unknown tenant, a deadline before its arrival, a lowest depth above the tenant's or the
                 server's highest, a verification rule that does not fit.
-            DeadlineExceeded: it could not be in time even if it started at once, as far as that can be told.
+            DeadlineExceeded: the time is over, or it could not be in time even if it started at once, as far as that
+                can be told.
             QueueTimeout: it has waited for too long before it came here.
             PacelineError: whatever `check` and `check_queue` refuse.
         """
@@ -199,8 +200,9 @@ class Scheduler:
         bounded = self.bounded(speculation, tenant)
         params = SequenceParams(sampling, constraints, logprobs, speculation.rule_for(sampling), choice)
         max_total = self.check(len(prompt_token_ids), stop, tenant)
-        if scheduling.deadline is not None and scheduling.deadline <= now:
-            raise InvalidArgument("scheduling.deadline", f"{now - scheduling.deadline:.3f} s ago", "in the future")
+        came = now if arrival is None else arrival
+        if scheduling.deadline is not None and scheduling.deadline <= came:
+            raise InvalidArgument("scheduling.deadline", f"{came - scheduling.deadline:.3f} s ago", "in the future")
         self.check_queue(tenant, 1 + num_siblings, now)
         sibling = None if sibling_id is None else self.requests.get(sibling_id)
         assert sibling is None or sibling.prompt_token_ids == prompt_token_ids, "siblings have one prompt"
@@ -210,7 +212,7 @@ class Scheduler:
             params,
             stop,
             bounded,
-            now if arrival is None else arrival,
+            came,
             methods=self._methods(speculation, tenant),
             scheduling=scheduling,
             max_total_tokens=max_total,
