@@ -149,6 +149,22 @@ def test_completions_are_added_together_however_fast_time_goes() -> None:
     assert 0 < added < 7
 
 
+@pytest.mark.parametrize("bound", ["queue_timeout", "time_to_first_token"])
+def test_a_request_that_has_begun_has_begun_with_all_its_completions(bound: str) -> None:
+    """Its stream may have been read, and cannot be asked for again."""
+    engine = make_engine(max_num_seqs=2, max_num_batched_tokens=8)
+    prompt = tuple(range(3, 43))  # the others wait until the first has read it
+    first = engine.add(replace(of("a", prompt, **{bound: 2.0}), n=3))
+    tokens: dict[int, list[int]] = {first + choice: [] for choice in range(3)}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+        clock_of(engine).advance(1.0)
+        assert engine.take_refused() == []
+        engine.check_invariants()
+    assert list(map(tuple, tokens.values())) == [expected(prompt, 20)[0]] * 3
+
+
 def test_what_is_refused_when_added() -> None:
     engine = make_engine()
     engine.scheduler.tenants.set_policies({"a": TenantPolicy(max_queued=2)}, None, 0.0)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from paceline.core.request import Request, RequestStatus
+from paceline.core.request import Request
 from paceline.core.service_rate import ServiceRate
 from paceline.errors import DeadlineExceeded, PacelineError, QueueTimeout
 
@@ -92,7 +92,7 @@ class Deadlines:
         """The end of a request by the first moment that it missed: who only waited for too long may come again."""
         timeout = request.scheduling.queue_timeout
         first = min(moment for moment, _ in self._moments(request))
-        if request.status is RequestStatus.WAITING and timeout is not None and request.arrival + timeout == first:
+        if not request.has_begun and timeout is not None and request.arrival + timeout == first:
             text = f"not admitted within scheduling.queue_timeout, {timeout:g} s"
             return QueueTimeout(text, self.rate.seconds_until_ends(1))
         return DeadlineExceeded("too late: the time is over")
@@ -101,7 +101,7 @@ class Deadlines:
         """What the request has to reach yet: until when, and in how many seconds from a start."""
         params, moments = request.scheduling, []
         known = request.num_tokens
-        if request.status is RequestStatus.WAITING:
+        if not request.has_begun:
             if params.queue_timeout is not None:
                 moments.append((request.arrival + params.queue_timeout, 0.0))
             if params.time_to_first_token is not None:
