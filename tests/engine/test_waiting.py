@@ -12,12 +12,12 @@ import pytest
 
 from engine.toy import GatedRunner, decode, expected, make_engine, make_request, num_free
 from paceline.core.params import SchedulingParams
-from paceline.core.plan import StepPlan
+from paceline.core.plan import StepPlan, StepTimes
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.engine import AsyncEngine, Delta, Engine, GenerationRequest, Stream
 from paceline.errors import Cancelled, DeadlineExceeded, InvalidArgument, QueueTimeout, ResourceExhausted, Unavailable
 from paceline.llm import LLM
-from paceline.sim import VirtualClock
+from paceline.sim import ScriptedRunner, VirtualClock
 
 lags = pytest.mark.parametrize("lag", [0, 1])
 PATIENCE = 60.0  # seconds after which a test that waits has failed
@@ -163,6 +163,28 @@ def test_a_request_that_has_begun_has_begun_with_all_its_completions(bound: str)
         assert engine.take_refused() == []
         engine.check_invariants()
     assert list(map(tuple, tokens.values())) == [expected(prompt, 20)[0]] * 3
+
+
+def test_a_prompt_that_another_completion_has_read_takes_no_time() -> None:
+    """By the estimate that refuses who comes too late: here the prompt takes 5 s, and what follows 4."""
+
+    def timed(runner: ScriptedRunner) -> ScriptedRunner:
+        runner.times = lambda plan: StepTimes(total=1.0)  # type: ignore[method-assign]
+        return runner
+
+    engine = make_engine(depth=0, max_num_batched_tokens=8, wrap=timed)
+    engine.add(of("a", tuple(range(50, 90)), 4))  # from which it is known
+    for _ in range(8):
+        engine.step()
+    assert not engine.has_work
+    clock_of(engine).advance(100.0)
+    engine.add(replace(of("a", tuple(range(3, 43)), 4, deadline=111.0), n=2))
+    finished = 0
+    while engine.has_work:
+        finished += sum(output.finish is not None for output in engine.step())
+        clock_of(engine).advance(1.0)
+        assert engine.take_refused() == []
+    assert (finished, engine.clock()) == (2, 109.0)
 
 
 def test_what_is_refused_when_added() -> None:

@@ -531,8 +531,10 @@ class Scheduler:
             if request.pending or self.prefixes.awaits_sibling(request):
                 held_up.add(tenant)
                 continue
+            known, num_drafted = self.prefixes.find(request)
+            cached = len(known) * self.config.block_size
             try:
-                self.deadlines.check(request, now, bool(self.running))
+                self.deadlines.check(request, now, bool(self.running), cached)
             except DeadlineExceeded as error:  # whose time was over has been refused already
                 self._refuse(request, error)
                 continue
@@ -540,8 +542,6 @@ class Scheduler:
             if slowdown is not None and slowdown.is_full:
                 held_up.add(tenant)
                 continue
-            known, num_drafted = self.prefixes.find(request)
-            cached = len(known) * self.config.block_size
             if slowdown is not None and not slowdown.fits_or_closes(request.num_tokens - cached, cached):
                 held_up.add(tenant)
                 continue
