@@ -162,9 +162,7 @@ class Harness:
         self.now += 1.0
         computed = {request.request_id: request.num_computed_tokens for request in self.scheduler.running.values()}
         plan = self.scheduler.schedule(self.now)
-        for request_id, error in self.scheduler.take_refused():
-            assert request_id not in self.refused, "refused twice"
-            self.refused[request_id] = error
+        self._take_refused()
         waits = self.scheduler.wake_at(self.now) < math.inf
         assert plan.work or self.outstanding or waits or not self.live, "requests are left, but nothing can be planned"
         self._check_plan(plan)
@@ -182,6 +180,7 @@ class Harness:
         self.results.extend(result.sequences)
         for output in self.scheduler.update(plan, result, self.now):
             self._book(output)
+        self._take_refused()
         self.check()
 
     def step(self) -> StepPlan:
@@ -282,6 +281,12 @@ class Harness:
             assert admission.block_ids == self.scheduler.kv.table(request.request_id)[: len(admission.block_ids)]
             assert admission.num_draft_computed <= admission.num_computed
             computed[request.request_id] = admission.num_computed
+
+    def _take_refused(self) -> None:
+        for request_id, error in self.scheduler.take_refused():
+            assert request_id not in self.refused, "refused twice"
+            assert request_id not in self.aborted | self.finished.keys(), "refused after the end"
+            self.refused[request_id] = error
 
     def _book(self, output: RequestOutput) -> None:
         request = self.requests[output.request_id]

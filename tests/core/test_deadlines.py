@@ -289,6 +289,7 @@ def test_deadlines_wake_who_waits_for_tokens() -> None:
 @pytest.mark.parametrize(
     ("scheduling", "said"),
     [
+        ({"deadline": -1.0}, "scheduling.deadline = '1.000 s ago': must be in the future"),
         ({"queue_timeout": 0.0}, "scheduling.queue_timeout = 0.0: must be a time > 0"),
         ({"time_to_first_token": -2.0}, "scheduling.time_to_first_token = -2.0"),
         ({"time_per_output_token": math.nan}, "scheduling.time_per_output_token = nan"),

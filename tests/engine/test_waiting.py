@@ -12,12 +12,12 @@ import pytest
 
 from engine.toy import GatedRunner, decode, expected, make_engine, make_request, num_free
 from paceline.core.params import SchedulingParams
-from paceline.core.plan import StepPlan
+from paceline.core.plan import StepPlan, StepTimes
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.engine import AsyncEngine, Delta, Engine, GenerationRequest, Stream
 from paceline.errors import Cancelled, DeadlineExceeded, InvalidArgument, QueueTimeout, ResourceExhausted, Unavailable
 from paceline.llm import LLM
-from paceline.sim import VirtualClock
+from paceline.sim import ScriptedRunner, VirtualClock
 
 lags = pytest.mark.parametrize("lag", [0, 1])
 PATIENCE = 60.0  # seconds after which a test that waits has failed
@@ -147,6 +147,44 @@ def test_completions_are_added_together_however_fast_time_goes() -> None:
         for request_id in engine.scheduler.requests.keys() - before:
             engine.abort(request_id)
     assert 0 < added < 7
+
+
+@pytest.mark.parametrize("bound", ["queue_timeout", "time_to_first_token"])
+def test_a_request_that_has_begun_has_begun_with_all_its_completions(bound: str) -> None:
+    """Its stream may have been read, and cannot be asked for again."""
+    engine = make_engine(max_num_seqs=2, max_num_batched_tokens=8)
+    prompt = tuple(range(3, 43))  # the others wait until the first has read it
+    first = engine.add(replace(of("a", prompt, **{bound: 2.0}), n=3))
+    tokens: dict[int, list[int]] = {first + choice: [] for choice in range(3)}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+        clock_of(engine).advance(1.0)
+        assert engine.take_refused() == []
+        engine.check_invariants()
+    assert list(map(tuple, tokens.values())) == [expected(prompt, 20)[0]] * 3
+
+
+def test_a_prompt_that_another_completion_has_read_takes_no_time() -> None:
+    """By the estimate that refuses who comes too late: here the prompt takes 5 s, and what follows 4."""
+
+    def timed(runner: ScriptedRunner) -> ScriptedRunner:
+        runner.times = lambda plan: StepTimes(total=1.0)  # type: ignore[method-assign]
+        return runner
+
+    engine = make_engine(depth=0, max_num_batched_tokens=8, wrap=timed)
+    engine.add(of("a", tuple(range(50, 90)), 4))  # from which it is known
+    for _ in range(8):
+        engine.step()
+    assert not engine.has_work
+    clock_of(engine).advance(100.0)
+    engine.add(replace(of("a", tuple(range(3, 43)), 4, deadline=111.0), n=2))
+    finished = 0
+    while engine.has_work:
+        finished += sum(output.finish is not None for output in engine.step())
+        clock_of(engine).advance(1.0)
+        assert engine.take_refused() == []
+    assert (finished, engine.clock()) == (2, 109.0)
 
 
 def test_what_is_refused_when_added() -> None:
@@ -309,6 +347,29 @@ async def test_what_took_too_long_to_prepare() -> None:
         assert not engine.has_work
 
 
+async def test_time_that_ends_at_any_moment_on_its_way_is_no_mistake() -> None:
+    added = 0
+    for left in range(7):
+        engine = make_engine()
+        clock = clock_of(engine)
+
+        def ticking(clock: VirtualClock = clock) -> float:
+            clock.advance(1.0)
+            return clock()
+
+        async with running(engine) as served:
+            await asyncio.sleep(0)
+            engine.clock = ticking
+            try:
+                stream = await served.submit(of("a", deadline=clock() + left))
+            except DeadlineExceeded:
+                assert not engine.has_work
+            else:
+                added += 1
+                await stream.aclose()
+    assert 0 < added < 7
+
+
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
@@ -370,3 +431,11 @@ async def test_who_waits_may_leave(lag: int) -> None:
         with pytest.raises(Cancelled):
             await read(stream)
         assert await read(await served.submit(of("b"))) == expected((1, 2, 3), 20)
+
+
+@lags
+async def test_new_policies_wake_it(lag: int) -> None:
+    """Who may go on now does not sleep for as long as the old ones would have had it."""
+    async with asleep(lag) as (served, stream):
+        served.set_policies({}, ONE_SHARE)
+        assert await read(stream) == expected((1, 2, 3), 20)

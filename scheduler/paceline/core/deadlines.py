@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from paceline.core.request import Request, RequestStatus
+from paceline.core.request import Request
 from paceline.core.service_rate import ServiceRate
 from paceline.errors import DeadlineExceeded, PacelineError, QueueTimeout
 
@@ -55,15 +55,16 @@ class Deadlines:
         for moment, _ in self._moments(request):
             heapq.heappush(self._timers, (moment, request.request_id))
 
-    def check(self, request: Request, now: float, busy: bool) -> None:
+    def check(self, request: Request, now: float, busy: bool, num_cached: int = 0) -> None:
         """Could it be in time if it started now? Raises DeadlineExceeded, with the estimate, if not; where the time is
         over already, what `expired` tells.
 
         Args:
             busy: others run. Only then the estimate is believed: it is made by steps, and where none are made a bad one
                 would stand for ever.
+            num_cached: of its known tokens, those that need not be computed.
         """
-        for moment, seconds in self._moments(request):
+        for moment, seconds in self._moments(request, num_cached):
             left = moment - now
             if left <= 0.0:
                 raise self._late(request)
@@ -92,23 +93,23 @@ class Deadlines:
         """The end of a request by the first moment that it missed: who only waited for too long may come again."""
         timeout = request.scheduling.queue_timeout
         first = min(moment for moment, _ in self._moments(request))
-        if request.status is RequestStatus.WAITING and timeout is not None and request.arrival + timeout == first:
+        if not request.has_begun and timeout is not None and request.arrival + timeout == first:
             text = f"not admitted within scheduling.queue_timeout, {timeout:g} s"
             return QueueTimeout(text, self.rate.seconds_until_ends(1))
         return DeadlineExceeded("too late: the time is over")
 
-    def _moments(self, request: Request) -> list[tuple[float, float]]:
+    def _moments(self, request: Request, num_cached: int = 0) -> list[tuple[float, float]]:
         """What the request has to reach yet: until when, and in how many seconds from a start."""
         params, moments = request.scheduling, []
-        known = request.num_tokens
-        if request.status is RequestStatus.WAITING:
+        to_read = request.num_tokens - num_cached
+        if not request.has_begun:
             if params.queue_timeout is not None:
                 moments.append((request.arrival + params.queue_timeout, 0.0))
             if params.time_to_first_token is not None:
-                seconds = self.rate.seconds_to_first_token(known)
+                seconds = self.rate.seconds_to_first_token(to_read)
                 moments.append((request.arrival + params.time_to_first_token, seconds))
         if params.deadline is not None:
-            room, emitted = request.max_total_tokens - known, len(request.output_token_ids)
-            seconds = self.rate.seconds_to_end(known, room, request.chosen_max_tokens, emitted)
+            room, emitted = request.max_total_tokens - request.num_tokens, len(request.output_token_ids)
+            seconds = self.rate.seconds_to_end(to_read, room, request.chosen_max_tokens, emitted)
             moments.append((params.deadline, seconds))
         return moments

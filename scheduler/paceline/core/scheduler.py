@@ -187,10 +187,10 @@ class Scheduler:
 
         Raises:
             AlreadyExists: the id is live.
-            InvalidArgument: an unknown tenant, a lowest depth above the tenant's or the server's highest, a
-                verification rule that does not fit.
-            DeadlineExceeded: it could not be in time even if it started at once, as far as that can be told, or its
-                time is over.
+            InvalidArgument: an unknown tenant, a deadline before its arrival, a lowest depth above the tenant's or the
+                server's highest, a verification rule that does not fit.
+            DeadlineExceeded: the time is over, or it could not be in time even if it started at once, as far as that
+                can be told.
             QueueTimeout: it has waited for too long before it came here.
             PacelineError: whatever `check` and `check_queue` refuse.
         """
@@ -200,6 +200,9 @@ class Scheduler:
         bounded = self.bounded(speculation, tenant)
         params = SequenceParams(sampling, constraints, logprobs, speculation.rule_for(sampling), choice)
         max_total = self.check(len(prompt_token_ids), stop, tenant)
+        came = now if arrival is None else arrival
+        if scheduling.deadline is not None and scheduling.deadline < came:
+            raise InvalidArgument("scheduling.deadline", f"{came - scheduling.deadline:.3f} s ago", "in the future")
         self.check_queue(tenant, 1 + num_siblings, now)
         sibling = None if sibling_id is None else self.requests.get(sibling_id)
         assert sibling is None or sibling.prompt_token_ids == prompt_token_ids, "siblings have one prompt"
@@ -209,7 +212,7 @@ class Scheduler:
             params,
             stop,
             bounded,
-            now if arrival is None else arrival,
+            came,
             methods=self._methods(speculation, tenant),
             scheduling=scheduling,
             max_total_tokens=max_total,
@@ -528,8 +531,10 @@ class Scheduler:
             if request.pending or self.prefixes.awaits_sibling(request):
                 held_up.add(tenant)
                 continue
+            known, num_drafted = self.prefixes.find(request)
+            cached = len(known) * self.config.block_size
             try:
-                self.deadlines.check(request, now, bool(self.running))
+                self.deadlines.check(request, now, bool(self.running), cached)
             except DeadlineExceeded as error:  # whose time was over has been refused already
                 self._refuse(request, error)
                 continue
@@ -537,8 +542,6 @@ class Scheduler:
             if slowdown is not None and slowdown.is_full:
                 held_up.add(tenant)
                 continue
-            known, num_drafted = self.prefixes.find(request)
-            cached = len(known) * self.config.block_size
             if slowdown is not None and not slowdown.fits_or_closes(request.num_tokens - cached, cached):
                 held_up.add(tenant)
                 continue

@@ -93,7 +93,7 @@ class ServiceRate:
         """Of a request that starts now, or again, and becomes as long as those of its kind.
 
         Args:
-            known_tokens: to compute first: the prompt, and those `emitted` before.
+            known_tokens: to compute first: of the prompt, and of those `emitted` before.
             room: tokens that may still come.
             max_tokens: that it may have by its own choice.
         """

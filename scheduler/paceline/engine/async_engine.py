@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from paceline.core.plan import StepPlan, StepResult
+from paceline.core.tenant_policy import TenantPolicy
 from paceline.engine.engine import Engine
 from paceline.engine.fair_threads import FairThreads
 from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
@@ -141,6 +142,15 @@ class AsyncEngine:
         if len(token_ids) > LONG_IDS:
             return await self._threads.run(tenant, self.engine.detokenize, token_ids, special_tokens)
         return self.engine.detokenize(token_ids, special_tokens)
+
+    def set_policies(self, policies: Mapping[str, TenantPolicy], default: TenantPolicy | None) -> None:
+        """Put other policies of tenants in place. Who waits, and need not any more, goes on at once.
+
+        Args:
+            policies, default: see `Tenants`.
+        """
+        self.engine.scheduler.tenants.set_policies(policies, default, self.engine.clock())
+        self._wake.set()
 
     def abort(self, request_id: int) -> bool:
         """End a request now, all of its completions; its stream fails with Cancelled. False if none is live.

@@ -209,7 +209,7 @@ async def _serve(build: Callable[[], Engine], settings: ServerSettings) -> None:
     worker = forward_worker()
     try:
         engine = AsyncEngine(await asyncio.get_running_loop().run_in_executor(worker, build), worker=worker)
-        tenants.open(engine.engine)
+        tenants.open(engine)
     except BaseException:
         worker.shutdown(wait=False)
         await server.stop(0)

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from paceline.config_file import TenantsFile, check_tenants, read_tenants
-from paceline.engine import Engine
+from paceline.engine import AsyncEngine
 from paceline.errors import InvalidArgument
 from paceline.server.auth import KeyGate
 
@@ -29,14 +29,14 @@ class ServedTenants:
         self._path = path
         self._gate = gate
         self._file = TenantsFile() if path is None else read_tenants(path)
-        self._engine: Engine | None = None
+        self._engine: AsyncEngine | None = None
         gate.use(self._file)
 
-    def open(self, engine: Engine) -> None:
+    def open(self, engine: AsyncEngine) -> None:
         """From now on, the policies of this engine. Raises InvalidArgument: the file does not go with its settings."""
         if self._path is None:
             return
-        check_tenants(self._file.policies, self._file.default_policy, engine.scheduler.config)
+        check_tenants(self._file.policies, self._file.default_policy, engine.engine.scheduler.config)
         self._engine = engine
         self._put(self._file)
 
@@ -46,7 +46,7 @@ class ServedTenants:
             return
         try:
             file = await asyncio.to_thread(read_tenants, self._path)
-            check_tenants(file.policies, file.default_policy, self._engine.scheduler.config)
+            check_tenants(file.policies, file.default_policy, self._engine.engine.scheduler.config)
             if self._file.has_credentials and not file.has_credentials:
                 # An editor may have saved an empty file; nobody is let in by accident.
                 allowed = "one with keys or common names, like the one in use; a restart would admit everybody"
@@ -61,8 +61,8 @@ class ServedTenants:
         assert self._engine is not None
         self._file = file
         self._gate.use(file)
-        self._engine.scheduler.tenants.set_policies(file.policies, file.default_policy, self._engine.clock())
-        self._warn_of_models(file, self._engine.model_name)
+        self._engine.set_policies(file.policies, file.default_policy)
+        self._warn_of_models(file, self._engine.engine.model_name)
 
     def _warn_of_models(self, file: TenantsFile, served: str) -> None:
         """A name that is misspelt would keep a tenant out, and say nothing until it asks."""

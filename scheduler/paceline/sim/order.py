@@ -12,7 +12,7 @@ class FirstComeFirstServed(Deadlines):
     def rank(self, request: Request, priority: int, num_waiting: int) -> float:
         return request.arrival
 
-    def check(self, request: Request, now: float, busy: bool) -> None:
+    def check(self, request: Request, now: float, busy: bool, num_cached: int = 0) -> None:
         return
 
 
