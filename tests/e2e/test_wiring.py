@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import wiring
+from paceline import backend, wiring
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 from paceline.llm import LLM
@@ -69,6 +69,15 @@ def test_settings(pair: tuple[str, str], settings: dict[str, object], field: str
     assert caught.value.field == field
     assert words in str(caught.value)
     assert repr(next(iter(settings.values()))) in str(caught.value)
+
+
+def test_weights_for_which_there_is_no_memory(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(backend, "load_native", no_memory)
+    with pytest.raises(FailedPrecondition, match="do not fit into memory: Cannot allocate memory"):
+        backend.load(Path(pair[0]), torch.float32, torch.device("cpu"), "native", "none")
 
 
 @pytest.mark.parametrize("field", ["model", "draft"])
