@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ENGINE_ERROR: Final = 1
 USER_ERROR: Final = 2
-SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+SIZE: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 Server = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Which does the work; see `paceline serve`.")]
 
