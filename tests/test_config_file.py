@@ -44,8 +44,10 @@ OTHER_HASH = "sha256:" + 64 * "b"
 BAD = {
     "unknown = 'maybe'": "unknown = 'maybe': must be 'serve' or 'refuse'",
     "colour = 'red'": "colour = 'red': unknown key; known: unknown, default, tenants, gateways, admins",
-    "default.weight = 0": "default.weight = 0: must be greater than 0",
-    "tenants.a.weight = -1.5": "tenants.a.weight = -1.5: must be greater than 0",
+    "default.weight = 0": "default.weight = 0: must be greater than or equal to 0.0001",
+    "tenants.a.weight = -1.5": "tenants.a.weight = -1.5: must be greater than or equal to 0.0001",
+    "tenants.b.weight = 1e300": "tenants.b.weight = 1e+300: must be less than or equal to 10000",
+    "tenants.f.weight = nan": "tenants.f.weight = nan: must be ",
     "tenants.a.wieght = 1": "tenants.a.wieght = 1: unknown key; known: keys, common_names, weight, max_running, ",
     "tenants.a.speculation.depth = 1": (
         "tenants.a.speculation.depth = 1: unknown key; known: methods, min_depth, max_depth"

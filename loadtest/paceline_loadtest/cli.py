@@ -20,7 +20,7 @@ from paceline.errors import InvalidArgument, NotWritten
 from paceline.whole_file import check_file, write_json
 from paceline_loadtest.clients import Client, open_client
 from paceline_loadtest.metrics import Report, RequestRecord, summarize
-from paceline_loadtest.prompts import load_prompts
+from paceline_loadtest.prompts import Prompt, load_prompts
 from paceline_loadtest.report import render, to_json
 from paceline_loadtest.runner import run_load
 from paceline_loadtest.workload import LoadConfig, RequestOptions, Speculation, Workload, plan
@@ -57,6 +57,13 @@ def _token_range(text: str) -> tuple[int, int]:
         return int(low), int(high if dash else low)
     except ValueError as error:
         raise InvalidArgument("max_tokens", text, "a number, or a range LOW-HIGH") from error
+
+
+def _prompts(path: Path | None) -> tuple[Prompt, ...]:
+    try:
+        return load_prompts(path)
+    except OSError as error:
+        raise InvalidArgument("prompts", path, f"a readable file ({error.strerror})") from error
 
 
 @app.command()
@@ -102,7 +109,7 @@ def load(
         if json_out is not None:
             check_file("json", json_out)
         client = open_client(target, **connection())
-        workload = plan(config, load_prompts(prompts))
+        workload = plan(config, _prompts(prompts))
         report = _event_loop()(_run(client, workload))
         console.print(render(report))
         if json_out is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,14 +68,18 @@ def choose_dtype(name: str, gpu: Gpu | None, backend: str) -> torch.dtype:
 
 def load(path: Path, dtype: torch.dtype, device: torch.device, backend: str, quantization: str) -> Model:
     int8 = quantization == "int8"
-    if backend == "native":
-        return load_native(path, dtype, int8=int8)
     try:
+        if backend == "native":
+            return load_native(path, dtype, int8=int8)
         if backend == "triton":
             return load_model(path, dtype, device, ops=_triton_ops(), int8=int8)
         return load_model(path, dtype, device)
     except torch.OutOfMemoryError as error:
         raise FailedPrecondition(f"the weights of {path} do not fit on the GPU: {error}") from error
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise FailedPrecondition(f"the weights of {path} do not fit into memory: {error.strerror}") from error
 
 
 def tune(models: Sequence[Decoder]) -> None:

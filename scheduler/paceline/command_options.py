@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from paceline.client import ClientOptions
 
-SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+SIZE: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from paceline.core.config import SchedulerConfig
 from paceline.core.method import Method
 from paceline.core.params import SpeculationBounds
-from paceline.core.tenant_policy import TenantPolicy
+from paceline.core.tenant_policy import LEAST_WEIGHT, MOST_WEIGHT, TenantPolicy
 from paceline.errors import InvalidArgument, brief
 
 KEY_PREFIX: Final = "paceline_"  # of the keys that we make: so that they are known where they should not be
@@ -68,7 +68,7 @@ class SpeculationTable(Table):
 class TenantTable(Table):
     """`TenantPolicy`."""
 
-    weight: Positive = 1.0
+    weight: Annotated[float, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT, strict=True)] = 1.0
     max_running: Count | None = None
     max_queued: Count | None = None
     max_blocks: Count | None = None

@@ -16,6 +16,7 @@ from paceline.options import check_types
 
 BACKENDS: Final = ("auto", "native", "torch", "triton")
 QUANTIZATIONS: Final = ("none", "int8")
+MOST_THREADS: Final = 1024  # where the system cannot start as many as are asked for, the process crashes
 DTYPE_NAMES: Final = ("auto", "float32", "bfloat16")
 
 
@@ -97,8 +98,8 @@ class EngineSettings:
         check_utilization(self.gpu_memory_utilization)
         if self.block_size < 1:
             raise InvalidArgument("block_size", self.block_size, "an integer >= 1")
-        if self.threads is not None and self.threads < 1:
-            raise InvalidArgument("threads", self.threads, "an integer >= 1")
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise InvalidArgument("threads", self.threads, f"an integer in 1..{MOST_THREADS}")
         if self.backend not in BACKENDS:
             raise InvalidArgument("backend", self.backend, ", ".join(BACKENDS))
         for option in ("quantization", "draft_quantization"):

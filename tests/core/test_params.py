@@ -79,6 +79,12 @@ REFUSED: list[tuple[Callable[[], object], str, str, str]] = [
     (lambda: SchedulerConfig(num_blocks=1, block_size=0), "block_size", "0", ">= 1"),
     (lambda: SchedulerConfig(num_blocks=1, max_num_seqs=0), "max_num_seqs", "0", ">= 1"),
     (lambda: SchedulerConfig(num_blocks=1, max_num_batched_tokens=0), "max_num_batched_tokens", "0", ">= 1"),
+    (
+        lambda: SchedulerConfig(num_blocks=1, max_num_batched_tokens=(1 << 20) + 1),
+        "max_num_batched_tokens",
+        "1048577",
+        "at most 1048576",
+    ),
     (lambda: SchedulerConfig(num_blocks=1, max_model_len=0), "max_model_len", "0", ">= 1"),
     (lambda: SchedulerConfig(num_blocks=1, max_queued=0), "max_queued", "0", ">= 1"),
     (lambda: SchedulerConfig(num_blocks=1, max_depth=-1), "max_depth", "-1", ">= 0"),

@@ -521,7 +521,8 @@ def test_nobody_starves() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"weight": 0.0}, "weight = 0.0: must be a number > 0"),
+        ({"weight": 0.0}, "weight = 0.0: must be in 0.0001..10000"),
+        ({"weight": 1e12}, "weight = 1000000000000.0: must be in 0.0001..10000"),
         ({"weight": -1.0}, "weight = -1.0"),
         ({"weight": math.inf}, "weight = inf"),
         ({"max_running": 0}, "max_running = 0: must be an integer >= 1"),

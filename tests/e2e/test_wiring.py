@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import wiring
+from paceline import backend, wiring
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 from paceline.llm import LLM
@@ -43,7 +43,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         ({"block_size": 0}, "block_size", ">= 1"),
         ({"seed": -1}, "seed", ">= 0"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens", "at least max_num_seqs (64)"),
-        ({"threads": 0}, "threads", ">= 1"),
+        ({"threads": 0}, "threads", "1..1024"),
+        ({"threads": 1025}, "threads", "1..1024"),
         ({"backend": "cuda"}, "backend", "auto, native, torch, triton"),
         ({"device": "gpu"}, "device", "auto, cpu, cuda"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization", "above 0 and at most 1"),
@@ -68,6 +69,15 @@ def test_settings(pair: tuple[str, str], settings: dict[str, object], field: str
     assert caught.value.field == field
     assert words in str(caught.value)
     assert repr(next(iter(settings.values()))) in str(caught.value)
+
+
+def test_weights_for_which_there_is_no_memory(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(backend, "load_native", no_memory)
+    with pytest.raises(FailedPrecondition, match="do not fit into memory: Cannot allocate memory"):
+        backend.load(Path(pair[0]), torch.float32, torch.device("cpu"), "native", "none")
 
 
 @pytest.mark.parametrize("field", ["model", "draft"])

@@ -265,7 +265,7 @@ async def test_control_c_ends_the_run_and_loses_nothing(server: FakeServer, tmp_
         ("--max-tokens", "few", "error: max_tokens = 'few': must be a number"),
         ("--request-rate", "0", "error: request_rate = 0.0: must be above 0"),
         ("--metadata", "novalue", "error: metadata = 'novalue': must be KEY=VALUE"),
-        ("--prompts", "nowhere.jsonl", "No such file"),
+        ("--prompts", "nowhere.jsonl", "error: prompts = 'nowhere.jsonl': must be a readable file (No such file"),
         ("--api-key", "a key", "error: api_key = '(not shown)': must be printable"),
         ("--tls-ca", "nowhere.pem", "error: tls = 'nowhere.pem': must be a PEM file"),
         ("--tls-cert", "nowhere.pem", "error: client_certificate = 'nowhere.pem': must be given with client_key"),

@@ -380,7 +380,8 @@ def test_elsewhere_it_must_protect_itself(host: str, caplog: pytest.LogCaptureFi
         (["--client-ca", "x.pem"], "client_ca = 'x.pem': must be set together with tls_cert and tls_key"),
         (["--tls-cert", "x.pem", "--tls-key", "y"], "tls_cert = 'x.pem': must be a readable file (No such file"),
         (["--max-message-size", "0"], "max_message_bytes = 0: must be in 1..2^31-1"),
-        (["--keepalive", "0"], "keepalive = 0.0: must be seconds >= 0.01"),
+        (["--keepalive", "0"], "keepalive = 0.0: must be seconds in 0.01..1000000"),
+        (["--keepalive", "2147484"], "keepalive = 2147484.0: must be seconds in 0.01..1000000"),
         (["--log-format", "xml"], "log_format = 'xml': must be text or json"),
     ],
 )

@@ -187,7 +187,7 @@ def test_models_that_are_not_served_are_warned_of(serve: Callable[..., Server], 
             FILE + "[tenants.other]\nweight = -1\nmax_queued = 0\ncolour = 'red'",
             [
                 "tenants.toml has 3 mistakes:",
-                "tenants.other.weight = -1: must be greater than 0",
+                "tenants.other.weight = -1: must be greater than or equal to 0.0001",
                 "tenants.other.max_queued = 0: must be greater than or equal to 1",
                 "tenants.other.colour = 'red': unknown key; known: ",
             ],

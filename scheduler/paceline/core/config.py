@@ -5,9 +5,12 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from paceline.core.method import Method
 from paceline.errors import InvalidArgument
+
+MOST_ROWS: Final = 1 << 20  # of a step: as many as a cost model may be measured for
 
 
 class PrefixScope(enum.StrEnum):
@@ -90,6 +93,8 @@ class SchedulerConfig:
         for name in ("patience", "min_run_seconds"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise InvalidArgument(name, getattr(self, name), "a number >= 0")
+        if self.max_num_batched_tokens > MOST_ROWS:
+            raise InvalidArgument("max_num_batched_tokens", self.max_num_batched_tokens, f"at most {MOST_ROWS}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidArgument(
                 "max_num_batched_tokens", self.max_num_batched_tokens, f"at least max_num_seqs ({self.max_num_seqs})"

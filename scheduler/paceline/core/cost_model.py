@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from paceline.core.config import MOST_ROWS
 from paceline.core.curve import Curve
 
 # Kernels take some rows at once, and the next one costs more than those behind it: few rows have a bucket each, and so
@@ -28,7 +29,7 @@ ROW_BUCKETS = (*range(1, 18), 24, 32, 33, 48, 49, 64, 65, 80, 81, 96, 97, 128,
                129, 192, 193, 256, 257, 384, 385, 512, 768, 1024, 1536, 2048)  # fmt: skip
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-LARGEST_BUCKET = 1 << 20  # more than any step has; a table that says so is not ours
+LARGEST_BUCKET = MOST_ROWS  # a table that has more is not ours
 LONGEST = 1e6  # seconds; nothing that is longer was measured
 
 GAIN = 0.05  # of a correction, per observed step

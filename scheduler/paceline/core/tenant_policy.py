@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Final
 
 from paceline.core.params import SpeculationBounds
 from paceline.errors import InvalidArgument
+
+LEAST_WEIGHT: Final = 0.0001
+MOST_WEIGHT: Final = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +18,8 @@ class TenantPolicy:
     """What an operator grants a tenant; None: no limit but the server's.
 
     Attributes:
-        weight: share of the service, in proportion to those of others.
+        weight: share of the service, in proportion to those of others. Bounded, so that what is charged over the lowest
+            weight and over the highest can be added up, for months, without losing the smaller.
         max_running: completions that run at once.
         max_queued: completions that wait.
         max_blocks: KV blocks held at once.
@@ -40,8 +45,8 @@ class TenantPolicy:
     speculation: SpeculationBounds = field(default_factory=SpeculationBounds)
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.weight < math.inf:
-            raise InvalidArgument("weight", self.weight, "a number > 0")
+        if not LEAST_WEIGHT <= self.weight <= MOST_WEIGHT:
+            raise InvalidArgument("weight", self.weight, f"in {LEAST_WEIGHT:g}..{MOST_WEIGHT:g}")
         for name in ("max_running", "max_queued", "max_blocks"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -88,6 +88,8 @@ def load_model_config(path: Path) -> ModelConfig:
     if head_dim % 2:
         config.refuse("head_dim", "an even number")
     max_positions = config.size("max_position_embeddings")
+    if max_positions < 2:
+        config.refuse("max_position_embeddings", "at least 2: a prompt and a completion of one token each")
     theta, scaling = _rope(config, max_positions)
     attention_bias = config.flag("attention_bias", False)
     generation, generation_eos = _generation(path / "generation_config.json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,6 +13,7 @@ from paceline.errors import InvalidArgument
 logger = logging.getLogger(__name__)
 
 LOG_FORMATS: Final = ("text", "json")
+LONGEST_SILENCE: Final = 1_000_000  # seconds: gRPC takes milliseconds, in 31 bits
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class ServerSettings:
             raise InvalidArgument("client_ca", self.client_ca, "set together with tls_cert and tls_key")
         if not 1 <= self.max_message_bytes < 1 << 31:
             raise InvalidArgument("max_message_bytes", self.max_message_bytes, "in 1..2^31-1")
-        if not 0.01 <= self.keepalive < math.inf:
-            raise InvalidArgument("keepalive", self.keepalive, "seconds >= 0.01")
+        if not 0.01 <= self.keepalive <= LONGEST_SILENCE:
+            raise InvalidArgument("keepalive", self.keepalive, f"seconds in 0.01..{LONGEST_SILENCE}")
         if self.log_format not in LOG_FORMATS:
             raise InvalidArgument("log_format", self.log_format, " or ".join(LOG_FORMATS))
 
