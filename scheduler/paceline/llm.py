@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from itertools import accumulate
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
+from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast, get_args, get_type_hints
 
 from paceline.chat import is_turn, read_turn
 from paceline.core.grammar import GrammarKind, GrammarSpec
@@ -35,7 +35,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.step_loop import StepLoop
 from paceline.errors import InvalidArgument
-from paceline.options import check_names, check_types, json_text
+from paceline.options import check_names, check_types, is_integer, is_number, json_text
 
 Name = TypeVar("Name", bound=StrEnum)
 
@@ -224,6 +224,7 @@ def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOpti
     check_names(options, GenerateOptions.__annotations__)
     given = {name: value for name, value in options.items() if value is not None}
     check_types(given, _HINTS)  # others would fail in the middle of a step, and the engine with it
+    given = {name: _plain(name, value) for name, value in given.items()}
     prompt = _as_prompt(prompt)
     get = given.get
     allowed_token_ids = _tuple("allowed_token_ids", given, Integral)
@@ -308,17 +309,27 @@ def _tuple(name: str, given: Mapping[str, Any], kind: type) -> tuple[Any, ...]:
         raise InvalidArgument(name, values, f"a sequence of {items}")
     values = tuple(values)
     for value in values:
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise InvalidArgument(name, value, f"a sequence of {items}")
-    return values
+    return values if kind is str else tuple(map(int, values))
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A number as Python's own, of the option's type, which compiled code wants: numpy's are others."""
+    if not is_number(value):
+        return value
+    try:
+        return float(value) if float in get_args(_HINTS[name]) else int(value)
+    except OverflowError as error:
+        raise InvalidArgument(name, value, "a number that a float can hold") from error
 
 
 def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     biases = given.get("logit_bias", {})
     is_mapping = isinstance(biases, Mapping)
-    if not is_mapping or not all(isinstance(k, Integral) and isinstance(v, Real) for k, v in biases.items()):
+    if not is_mapping or not all(is_integer(k) and is_number(v) for k, v in biases.items()):
         raise InvalidArgument("logit_bias", biases, "a mapping of token ids to numbers")
-    return tuple(biases.items())
+    return tuple((int(token_id), float(bias)) for token_id, bias in biases.items())
 
 
 def _completion(outputs: list[Output]) -> Completion:

@@ -47,7 +47,17 @@ def check_types(given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
             raise InvalidArgument(name, value, " or ".join(words))
 
 
-def check_timeout(timeout: object) -> float | None:
+def is_number(value: object) -> bool:
+    """Python's numbers and those of others, such as numpy's. True is a number to Python, and a mistake here."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> bool:
+    """The same of integers."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_timeout(timeout: Any) -> float | None:
     """Seconds that a call may take. None has no end, and so has what is longer than gRPC can count, such as inf.
 
     Raises:
@@ -55,9 +65,9 @@ def check_timeout(timeout: object) -> float | None:
     """
     if timeout is None:
         return None
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+    if not is_number(timeout) or not timeout > 0:
         raise InvalidArgument("timeout", timeout, "seconds above 0, or None")
-    return timeout if timeout <= LONGEST_TIME else None
+    return float(timeout) if timeout <= LONGEST_TIME else None
 
 
 def json_text(field: str, schema: object) -> str:

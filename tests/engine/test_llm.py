@@ -116,6 +116,16 @@ def test_ids_of_numpy_are_one_prompt_as_others_are() -> None:
     assert one.token_ids == same.token_ids
 
 
+def test_options_may_be_numbers_of_numpy() -> None:
+    options: Any = {"max_tokens": np.int64(9), "top_k": np.int32(3), "temperature": np.float32(0), "n": np.uint8(1)}
+    options |= {"stop_token_ids": np.array([200]), "logit_bias": {np.int64(7): np.float32(0)}, "seed": np.uint64(3)}
+    request = build_request([1], SamplingParams(), options)
+    assert {type(request.stop.max_tokens), type(request.sampling.top_k), type(request.stop.token_ids[0])} == {int}
+    assert (type(request.sampling.temperature), type(request.sampling.logit_bias[0][0])) == (float, int)
+    [completion] = LLM.from_engine(make_engine()).generate([1], **options)
+    assert completion.token_ids == expected([1], 9)[0]
+
+
 @pytest.mark.parametrize(
     "message", [ChatMessage("user", "hi"), client.ChatMessage("user", "hi"), {"role": "user", "content": "hi"}]
 )
@@ -161,6 +171,10 @@ def test_a_message_without_what_makes_it_one_is_refused(message: dict[str, objec
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
         ({"allowed_token_ids": [1.5]}, "allowed_token_ids"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids"),
+        ({"stop_token_ids": [False]}, "stop_token_ids"),
+        ({"logit_bias": {True: 1.0}}, "logit_bias"),
+        ({"temperature": 10**400}, "temperature"),
         ({"bad_words": "abc"}, "bad_words"),
         ({"choices": [1, 2]}, "choices"),
         ({"logit_bias": [(1, 2.0)]}, "logit_bias"),
