@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import accumulate
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast, get_args, get_type_hints
+from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
 
 from paceline.chat import is_turn, read_turn
 from paceline.core.grammar import GrammarKind, GrammarSpec
@@ -35,7 +35,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.step_loop import StepLoop
 from paceline.errors import InvalidArgument
-from paceline.options import check_names, check_types, is_integer, is_number, json_text
+from paceline.options import check_names, check_types, is_integer, is_number, json_text, plain_numbers
 
 Name = TypeVar("Name", bound=StrEnum)
 
@@ -141,7 +141,10 @@ class LLM:
         # Building an engine needs torch; generating with one that was built elsewhere does not.
         from paceline.wiring import EngineSettings, build_engine
 
-        check_names(settings, [item.name for item in fields(EngineSettings)])
+        hints = get_type_hints(EngineSettings)
+        check_names(settings, hints)
+        check_types(settings, hints)
+        settings = plain_numbers(settings, hints)
         self.engine: Engine = build_engine(EngineSettings(model=model, draft=draft or "none", **settings))
 
     @classmethod
@@ -224,7 +227,7 @@ def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOpti
     check_names(options, GenerateOptions.__annotations__)
     given = {name: value for name, value in options.items() if value is not None}
     check_types(given, _HINTS)  # others would fail in the middle of a step, and the engine with it
-    given = {name: _plain(name, value) for name, value in given.items()}
+    given = plain_numbers(given, _HINTS)
     prompt = _as_prompt(prompt)
     get = given.get
     allowed_token_ids = _tuple("allowed_token_ids", given, Integral)
@@ -312,16 +315,6 @@ def _tuple(name: str, given: Mapping[str, Any], kind: type) -> tuple[Any, ...]:
         if not isinstance(value, kind) or isinstance(value, bool):
             raise InvalidArgument(name, value, f"a sequence of {items}")
     return values if kind is str else tuple(map(int, values))
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A number as Python's own, of the option's type, which compiled code wants: numpy's are others."""
-    if not is_number(value):
-        return value
-    try:
-        return float(value) if float in get_args(_HINTS[name]) else int(value)
-    except OverflowError as error:
-        raise InvalidArgument(name, value, "a number that a float can hold") from error
 
 
 def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:

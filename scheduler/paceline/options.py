@@ -57,6 +57,23 @@ def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def plain_numbers(given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers as Python's own, of their annotations' types, which compiled code wants: numpy's are others.
+
+    Raises:
+        InvalidArgument: a number too large for a float.
+    """
+    plain = dict(given)
+    for name, value in given.items():
+        if is_number(value):
+            try:
+                is_float = float in (get_args(hints[name]) or (hints[name],))
+                plain[name] = float(value) if is_float else int(value)
+            except OverflowError as error:
+                raise InvalidArgument(name, value, "a number that a float can hold") from error
+    return plain
+
+
 def check_timeout(timeout: Any) -> float | None:
     """Seconds that a call may take. None has no end, and so has what is longer than gRPC can count, such as inf.
 

@@ -10,6 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +69,11 @@ def test_settings(pair: tuple[str, str], settings: dict[str, object], field: str
     assert caught.value.field == field
     assert words in str(caught.value)
     assert repr(next(iter(settings.values()))) in str(caught.value)
+
+
+def test_settings_may_be_numbers_of_numpy(pair: tuple[str, str]) -> None:
+    llm = LLM(pair[0], max_num_seqs=np.int64(2), max_model_len=np.int32(32), watermark=np.float32(0))
+    assert len(llm.generate(["a", "b"], max_tokens=2, ignore_eos=True)[1].token_ids) == 2
 
 
 @pytest.mark.parametrize("field", ["model", "draft"])
