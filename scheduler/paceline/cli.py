@@ -5,6 +5,7 @@ torch and everything above it is imported inside the commands, so that `paceline
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import sys
@@ -56,6 +57,12 @@ def main() -> None:
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"paceline: {error.strerror}: the output is not whole", file=sys.stderr)
+        sys.stdout = None  # what it still holds would fail again on the way out
+        sys.exit(ENGINE_ERROR)
 
 
 def parse_schema(text: str) -> str:
@@ -356,6 +363,8 @@ def _is_written(context: typer.Context, name: str) -> bool:
 
 def _from_stdin() -> str:
     """What is not UTF-8 becomes what it becomes in an argument, which is refused as such."""
+    if sys.stdin is None:  # closed by whoever started this
+        raise InvalidArgument("PROMPT", "-", "given with an open stdin")
     return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
 
 

@@ -17,7 +17,7 @@ NAME: Final = re.compile(r"[!-~]{1,128}")
 TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-def check_name(field: str, name: str) -> None:
+def check_name(field: str, name: object) -> None:
     """Raises InvalidArgument: headers would not carry the name as it is."""
-    if not NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InvalidArgument(field, name, "1 to 128 printable ASCII characters without blanks")

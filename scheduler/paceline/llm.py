@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from itertools import accumulate
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
 
@@ -35,7 +35,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.step_loop import StepLoop
 from paceline.errors import InvalidArgument
-from paceline.options import check_names, check_types, json_text, plain
+from paceline.options import check_names, check_types, is_integer, is_number, json_text, plain_numbers
 
 Name = TypeVar("Name", bound=StrEnum)
 
@@ -141,9 +141,11 @@ class LLM:
         # Building an engine needs torch; generating with one that was built elsewhere does not.
         from paceline.wiring import EngineSettings, build_engine
 
-        check_names(settings, [item.name for item in fields(EngineSettings)])
-        own = {name: plain(value) for name, value in settings.items()}
-        self.engine: Engine = build_engine(EngineSettings(model=model, draft=draft or "none", **own))
+        hints = get_type_hints(EngineSettings)
+        check_names(settings, hints)
+        check_types(settings, hints)
+        settings = plain_numbers(settings, hints)
+        self.engine: Engine = build_engine(EngineSettings(model=model, draft=draft or "none", **settings))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
@@ -223,8 +225,9 @@ def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOpti
         TypeError: an option that does not exist.
     """
     check_names(options, GenerateOptions.__annotations__)
-    given = {name: plain(value) for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     check_types(given, _HINTS)  # others would fail in the middle of a step, and the engine with it
+    given = plain_numbers(given, _HINTS)
     prompt = _as_prompt(prompt)
     get = given.get
     allowed_token_ids = _tuple("allowed_token_ids", given, Integral)
@@ -309,17 +312,17 @@ def _tuple(name: str, given: Mapping[str, Any], kind: type) -> tuple[Any, ...]:
         raise InvalidArgument(name, values, f"a sequence of {items}")
     values = tuple(values)
     for value in values:
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise InvalidArgument(name, value, f"a sequence of {items}")
-    return tuple(map(plain, values))
+    return values if kind is str else tuple(map(int, values))
 
 
 def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     biases = given.get("logit_bias", {})
     is_mapping = isinstance(biases, Mapping)
-    if not is_mapping or not all(isinstance(k, Integral) and isinstance(v, Real) for k, v in biases.items()):
+    if not is_mapping or not all(is_integer(k) and is_number(v) for k, v in biases.items()):
         raise InvalidArgument("logit_bias", biases, "a mapping of token ids to numbers")
-    return tuple((plain(token_id), plain(bias)) for token_id, bias in biases.items())
+    return tuple((int(token_id), float(bias)) for token_id, bias in biases.items())
 
 
 def _completion(outputs: list[Output]) -> Completion:

@@ -47,16 +47,34 @@ def check_types(given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
             raise InvalidArgument(name, value, " or ".join(words))
 
 
-def plain(value: Any) -> Any:
-    """A number as Python's own, such as one of numpy's: what is compiled takes no others. All else as it is."""
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    return float(value) if isinstance(value, Real) else value
+def is_number(value: object) -> bool:
+    """Python's numbers and those of others, such as numpy's. True is a number to Python, and a mistake here."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_timeout(timeout: object) -> float | None:
+def is_integer(value: object) -> bool:
+    """The same of integers."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def plain_numbers(given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers as Python's own, of their annotations' types, which compiled code wants: numpy's are others.
+
+    Raises:
+        InvalidArgument: a number too large for a float.
+    """
+    plain = dict(given)
+    for name, value in given.items():
+        if is_number(value):
+            try:
+                is_float = float in (get_args(hints[name]) or (hints[name],))
+                plain[name] = float(value) if is_float else int(value)
+            except OverflowError as error:
+                raise InvalidArgument(name, value, "a number that a float can hold") from error
+    return plain
+
+
+def check_timeout(timeout: Any) -> float | None:
     """Seconds that a call may take. None has no end, and so has what is longer than gRPC can count, such as inf.
 
     Raises:
@@ -64,9 +82,9 @@ def check_timeout(timeout: object) -> float | None:
     """
     if timeout is None:
         return None
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+    if not is_number(timeout) or not timeout > 0:
         raise InvalidArgument("timeout", timeout, "seconds above 0, or None")
-    return timeout if timeout <= LONGEST_TIME else None
+    return float(timeout) if timeout <= LONGEST_TIME else None
 
 
 def json_text(field: str, schema: object) -> str:

@@ -98,6 +98,8 @@ class Chat:
         with suppress(ImportError):  # input() then has a history, and keys to edit the line with
             import readline  # noqa: F401
         _tolerate()
+        if sys.stdin is None:  # closed by whoever started this: nobody will ask
+            return
         while True:
             try:
                 line = input(PROMPT).strip()

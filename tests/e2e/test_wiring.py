@@ -10,6 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +79,11 @@ def test_weights_for_which_there_is_no_memory(pair: tuple[str, str], monkeypatch
     monkeypatch.setattr(backend, "load_native", no_memory)
     with pytest.raises(FailedPrecondition, match="do not fit into memory: Cannot allocate memory"):
         backend.load(Path(pair[0]), torch.float32, torch.device("cpu"), "native", "none")
+
+
+def test_settings_may_be_numbers_of_numpy(pair: tuple[str, str]) -> None:
+    llm = LLM(pair[0], max_num_seqs=np.int64(2), max_model_len=np.int32(32), watermark=np.float32(0))
+    assert len(llm.generate(["a", "b"], max_tokens=2, ignore_eos=True)[1].token_ids) == 2
 
 
 @pytest.mark.parametrize("field", ["model", "draft"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -234,6 +235,25 @@ async def test_nobody_to_chat_with() -> None:
     assert (code, output) == (2, "")
     assert error.startswith("paceline: UNAVAILABLE")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["chat", "generate x --max-tokens 3"])
+async def test_a_full_disk_is_no_traceback(free: Serving, command: str) -> None:
+    command = f"echo hello | {shlex.join(PACELINE)} {command} --server {free.address} > /dev/full"
+    process = await asyncio.create_subprocess_shell(command, stderr=subprocess.PIPE)
+    async with asyncio.timeout(PATIENCE):
+        _, error = await process.communicate()
+    message = "paceline: No space left on device: the output is not whole\n"
+    assert (process.returncode, error.decode()) == (1, message)
+
+
+async def test_a_closed_stdin_ends_the_chat(free: Serving) -> None:
+    command = f"{shlex.join(PACELINE)} chat --server {free.address} <&-"
+    process = await asyncio.create_subprocess_shell(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    async with asyncio.timeout(PATIENCE):
+        output, error = await process.communicate()
+    assert (process.returncode, error) == (0, b"")
+    assert output.startswith(MODEL.encode())
 
 
 # ---- Generate ------------------------------------------------------------------------------------------------------

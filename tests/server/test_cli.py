@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -121,6 +122,12 @@ def test_a_prompt_from_stdin(checkpoint: str, typed: str, prompt: str) -> None:
     options = ["--model", checkpoint, *SMALL, "--max-tokens", "5", "--temperature", "0"]
     read = CliRunner().invoke(app, ["generate", "-", *options], input=typed)
     assert (read.exit_code, read.output) == (0, CliRunner().invoke(app, ["generate", prompt, *options]).output)
+
+
+def test_a_prompt_from_a_closed_stdin() -> None:
+    command = f"{shlex.join(PACELINE)} generate - <&-"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (result.returncode, result.stderr) == (2, "paceline: PROMPT = '-': must be given with an open stdin\n")
 
 
 def test_what_stdin_has_must_be_text(checkpoint: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf import text_format
 from grpc_health.v1 import health_pb2
@@ -322,8 +323,11 @@ async def test_a_call_names_itself_and_its_span(server: FakeServer) -> None:
 async def test_a_span_that_is_none(client: AsyncClient, server: FakeServer) -> None:
     with pytest.raises(errors.InvalidArgument, match="traceparent = 'here'"):
         client.generate("hello", traceparent="here")
-    with pytest.raises(errors.InvalidArgument, match="request_id = 'a b'"):
-        await client.models(request_id="a b")
+    with pytest.raises(errors.InvalidArgument, match="traceparent = 5: must be VERSION-TRACE-PARENT-FLAGS"):
+        client.generate("hello", traceparent=5)  # type: ignore[arg-type]
+    for request_id in ("a b", 5):
+        with pytest.raises(errors.InvalidArgument, match=f"request_id = {request_id!r}: must be"):
+            await client.models(request_id=request_id)  # type: ignore[arg-type]
     assert server.requests == []
 
 
@@ -430,7 +434,13 @@ def nested(levels: int) -> dict[str, object]:
         ("x", {"temperature": "hot"}, "sampling.temperature = 'hot': must be a number"),
         ("x", {"n": -1}, r"n = -1: must be an integer in 1\.\.64"),
         ("x", {"n": 0}, r"n = 0: must be an integer in 1\.\.64"),
-        ("x", {"n": 1.5}, "n = 1.5: must be an integer"),
+        ("x", {"n": 1.5}, r"n = 1.5: must be an integer in 1\.\.64"),
+        ("x", {"n": np.int64(0)}, r"n = np.int64\(0\): must be an integer in 1\.\.64"),
+        ("x", {"n": True}, "n = True: must be an integer"),
+        ("x", {"max_tokens": True}, "stop.max_tokens = True: must be an integer"),
+        ("x", {"temperature": False}, "sampling.temperature = False: must be a number"),
+        ("x", {"logprobs": True}, "output.logprobs = True: must be an integer"),
+        ("x", {"model": True}, "model = True: must be text"),
         ("x", {"allowed_token_ids": []}, r"sampling.allowed_token_ids = \[\]: must be at least one token id"),
         ("x", {"bad_words": "abc"}, "sampling.bad_words = 'abc': must be a sequence, each text"),
         ("x", {"logit_bias": [3]}, r"sampling.logit_bias = \[3\]: must be a mapping of token ids to numbers"),
@@ -450,6 +460,9 @@ def nested(levels: int) -> dict[str, object]:
         ("x", {"stop": ["a", 1]}, r"stop.strings = \['a', 1\]: must be a sequence, each text"),
         ("x", {"speculation": "fast"}, "speculation.mode = 'fast': must be one of auto, off, ngram, draft_model"),
         ("x", {"verification": ["block"]}, r"speculation.verification = \['block'\]: must be one of token_wise, block"),
+        ("x", {"speculation": False}, "speculation.mode = False: must be one of auto, off"),
+        ("x", {"speculation": ["off"]}, r"speculation.mode = \['off'\]: must be one of auto, off"),
+        ("x", {"content": ""}, "output.content = '': must be one of text"),
         ("x", {"content": "html"}, "output.content = 'html': must be one of text, token_ids, text_and_token_ids"),
         ("x", {"priority": 2**31}, r"scheduling.priority = 2147483648: must be an integer in -2\^31"),
         ("x", {"priority": "high"}, "scheduling.priority = 'high': must be an integer"),
@@ -463,6 +476,7 @@ def nested(levels: int) -> dict[str, object]:
         ("\ud800", {}, "prompt_text = .* must be text that UTF-8 can hold"),
         ([1, -2], {}, r"prompt_tokens.ids = \[1, -2\]: must be a sequence"),
         (None, {}, "prompt = None: must be text, token ids or chat messages"),
+        (np.array(5), {}, r"prompt = array\(5\): must be text, token ids or chat messages"),
         (5, {}, "prompt = 5: must be text, token ids or chat messages"),
         (b"x", {}, "prompt = b'x': must be text, token ids or chat messages"),
         ({"role": "user", "content": "x"}, {}, "must be text, token ids or chat messages"),
@@ -475,6 +489,12 @@ def nested(levels: int) -> dict[str, object]:
 async def test_what_a_request_cannot_carry(client: AsyncClient, prompt: Any, options: Any, message: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=message):
         client.generate(prompt, **options)
+
+
+def test_times_may_be_numbers_of_numpy() -> None:
+    request = build_request("x", queue_timeout=np.float32(0.5), time_to_first_token=np.int64(2))  # type: ignore[arg-type]
+    assert request.scheduling.queue_timeout.ToNanoseconds() == 500_000_000
+    assert request.scheduling.time_to_first_token.ToNanoseconds() == 2_000_000_000
 
 
 def test_an_option_that_does_not_exist() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
@@ -227,6 +228,7 @@ async def test_tls(certificates: Certificates, mutual: bool, options: dict[str, 
         ({"tls": True, "client_key": "x"}, "must be given with client_key"),
         ({"client_certificate": "x", "client_key": "x"}, "tls = False: must be set where there is"),
         ({"tls": True, "credentials": grpc.ssl_channel_credentials()}, "must be given alone"),
+        ({"tls": 5}, "tls = 5: must be the path of a PEM file"),
         ({"max_retries": -1}, "max_retries = -1: must be an integer >= 0"),
         ({"max_retries": "3"}, "max_retries = '3': must be an integer >= 0"),
         ({"max_retries": None}, "max_retries = None: must be an integer >= 0"),
@@ -275,6 +277,10 @@ async def test_metadata_that_grpc_takes(server: FakeServer) -> None:
     with Client(server.address, metadata=metadata) as blocking:
         await asyncio.to_thread(blocking.complete, "hello")
     assert [{key: sent[key] for key in metadata} for sent in server.metadata] == [metadata] * 2
+
+
+def test_retries_counted_by_numpy() -> None:
+    assert Connection("localhost:1", max_retries=np.int64(2)).retries.max_retries == 2  # type: ignore[arg-type]
 
 
 def test_options_that_do_not_exist() -> None:

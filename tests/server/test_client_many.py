@@ -191,6 +191,15 @@ async def test_a_timeout_is_one_generations(many: ManyGenerations, server: FakeM
     assert (await anext(aiter(other))).text == "a"
 
 
+async def test_a_timeout_passes_where_nobody_reads(many: ManyGenerations, server: FakeMany) -> None:
+    late, done = await many.start("hang", timeout=0.1), await many.start("hello", timeout=0.1)
+    await until(lambda: server.cancelled() == [1])
+    with pytest.raises(errors.DeadlineExceeded):
+        await late.collect()
+    assert (await done.collect()).text == "abc"  # what has come in time may be read later
+    assert server.cancelled() == [1]
+
+
 async def test_a_stream_that_breaks_is_opened_anew(client: AsyncClient, server: FakeMany) -> None:
     async with client.many() as many:
         live, last = await many.start("hang"), await many.start("quit")

@@ -6,10 +6,12 @@ import asyncio
 import math
 import socket
 from collections.abc import AsyncIterator, Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from fake_server import FakeServer, fake_server
@@ -244,6 +246,11 @@ def test_what_is_no_timeout(timeout: Any) -> None:
     with pytest.raises(errors.InvalidArgument) as caught:
         attempts(timeout)
     assert str(caught.value) == f"timeout = {timeout!r}: must be seconds above 0, or None"
+
+
+@pytest.mark.parametrize("timeout", [np.int64(5), np.float32(5.0), Fraction(5)])
+def test_a_timeout_may_be_any_number(timeout: Any) -> None:
+    assert attempts(timeout)[0].remaining() == 5.0
 
 
 @pytest.mark.parametrize("timeout", [None, math.inf, 1e300, 10**400, 9e9])

@@ -199,11 +199,26 @@ async def test_a_call_has_a_name_and_a_span(fake: tuple[FakeServices, str]) -> N
         (lambda c: c.detokenize([-1]), r"token_ids = \[-1\]: must be a sequence"),
         (lambda c: c.admin.drain(-1), r"grace = -1: must be seconds in \[0"),
         (lambda c: c.admin.drain("1"), "grace = '1': must be seconds"),
+        (lambda c: c.admin.cancel(5), "request_id = 5: must be text"),
+        (lambda c: c.admin.cancel("r", tenant=5), "tenant = 5: must be text"),
+        (lambda c: c.admin.requests(5), "tenant = 5: must be text"),
+        (lambda c: c.admin.stats("\ud800"), "tenant = .*: must be text that UTF-8 can hold"),
+        (lambda c: c.model(5), "model = 5: must be text"),
+        (lambda c: c.health(5), "service = 5: must be text"),
     ],
 )
 def test_what_a_question_cannot_carry(call: Callable[[Any], Any], message: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(errors.InvalidArgument, match=message):
         call(client)
+
+
+async def test_an_option_of_a_question_that_does_not_exist() -> None:
+    meant = r"unknown option timout \(did you mean timeout\?\)"
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=meant):
+        client.models(timout=3)  # type: ignore[call-arg]
+    async with AsyncClient("127.0.0.1:1") as client_too:
+        with pytest.raises(TypeError, match=meant):
+            await client_too.admin.load(timout=3)  # type: ignore[call-arg]
 
 
 async def test_closing_under_a_question_is_an_error_to_it() -> None:

@@ -8,7 +8,7 @@ from typing import Final, Protocol, TypeVar, Unpack
 
 from paceline.client.connection import CallOptions
 from paceline.client.question import Question
-from paceline.client.request import build_drain
+from paceline.client.request import build_drain, build_named
 from paceline.client.results import read_fields
 from paceline.v1 import admin_pb2 as pb
 
@@ -127,14 +127,14 @@ def ask_load() -> Question[Load]:
 def ask_requests(tenant: str) -> Question[tuple[LiveRequest, ...]]:
     return Question(
         f"{_SERVICE}ListRequests",
-        pb.ListRequestsRequest(tenant=tenant),
+        build_named(pb.ListRequestsRequest(), tenant=tenant),
         pb.ListRequestsResponse,
         lambda answer: tuple(read_fields(LiveRequest, request) for request in answer.requests),
     )
 
 
 def ask_cancel(live_id: str, tenant: str | None) -> Question[None]:
-    request = pb.CancelGenerationRequest(request_id=live_id, tenant=tenant)
+    request = build_named(pb.CancelGenerationRequest(), request_id=live_id, tenant=tenant)
     answer = pb.CancelGenerationResponse
     return Question(f"{_SERVICE}CancelGeneration", request, answer, lambda _: None, repeatable=False)
 
@@ -146,7 +146,8 @@ def ask_drain(grace: float | None) -> Question[Drained]:
 
 
 def ask_stats(tenant: str) -> Question[ServerStats]:
-    return Question(f"{_SERVICE}GetStats", pb.GetStatsRequest(tenant=tenant), pb.GetStatsResponse, _read_stats)
+    request = build_named(pb.GetStatsRequest(), tenant=tenant)
+    return Question(f"{_SERVICE}GetStats", request, pb.GetStatsResponse, _read_stats)
 
 
 def _read_stats(message: pb.GetStatsResponse) -> ServerStats:

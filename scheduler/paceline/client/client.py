@@ -20,6 +20,7 @@ from paceline.client.question import Question
 from paceline.client.request import GenerateOptions, Prompt, build_request
 from paceline.client.results import Completion
 from paceline.client.retry import Attempts, RetryPolicy
+from paceline.options import check_names
 from paceline.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -200,6 +201,7 @@ class AsyncClient:
         await self.aclose()
 
     async def _ask(self, question: Question[T], /, **options: Unpack[CallOptions]) -> T:
+        check_names(options, CallOptions.__annotations__)
         metadata = self._connection.call_metadata(options.get("request_id"), options.get("traceparent"))
         retries = self._connection.retries if question.repeatable else NO_RETRIES
         return await self._answer(question, retries.begin(options.get("timeout")), metadata)

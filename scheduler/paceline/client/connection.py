@@ -6,14 +6,14 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, TypeAlias, TypedDict, Unpack
+from typing import Any, Final, TypeAlias, TypedDict, Unpack
 
 import grpc
 
 from paceline.client.retry import RetryPolicy
 from paceline.errors import InvalidArgument
 from paceline.headers import AUTHORIZATION_KEY, NAME, REQUEST_ID_KEY, TRACEPARENT, TRACEPARENT_KEY, check_name
-from paceline.options import check_names
+from paceline.options import check_names, is_integer
 from paceline.v1 import generation_pb2 as pb
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
@@ -92,13 +92,13 @@ class Connection:
     def __init__(self, target: str, **options: Unpack[ClientOptions]) -> None:
         check_names(options, ClientOptions.__annotations__)
         _check_target(target)
-        max_retries = options.get("max_retries", 3)
-        if not isinstance(max_retries, int) or isinstance(max_retries, bool) or max_retries < 0:
+        max_retries: Any = options.get("max_retries", 3)
+        if not is_integer(max_retries) or max_retries < 0:
             raise InvalidArgument("max_retries", max_retries, "an integer >= 0")
         self.target = target
         self.credentials = _credentials(options)
         self.metadata = _metadata(options.get("metadata"))
-        self.retries = RetryPolicy(max_retries)
+        self.retries = RetryPolicy(int(max_retries))
         # Between here and here a proxy of the environment has no business.
         self.channel_options = (*_CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not is_local(target))))
         api_key = options.get("api_key")
@@ -120,7 +120,7 @@ class Connection:
             check_name("request_id", request_id)
             metadata += ((REQUEST_ID_KEY, request_id),)
         if traceparent is not None:
-            if not TRACEPARENT.fullmatch(traceparent):
+            if not isinstance(traceparent, str) or not TRACEPARENT.fullmatch(traceparent):
                 raise InvalidArgument("traceparent", traceparent, "VERSION-TRACE-PARENT-FLAGS in lower-case hex")
             metadata += ((TRACEPARENT_KEY, traceparent),)
         return metadata
@@ -203,7 +203,9 @@ def _credentials(options: ClientOptions) -> grpc.ChannelCredentials | None:
     )
 
 
-def _read(field: str, path: str | Path) -> bytes:
+def _read(field: str, path: object) -> bytes:
+    if not isinstance(path, str | Path):
+        raise InvalidArgument(field, path, "the path of a PEM file")
     try:
         return Path(path).read_bytes()
     except OSError as error:

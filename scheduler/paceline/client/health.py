@@ -8,6 +8,7 @@ from typing import Final
 from grpc_health.v1 import health_pb2
 
 from paceline.client.question import Question
+from paceline.client.request import build_named
 
 
 class HealthStatus(StrEnum):
@@ -28,7 +29,7 @@ def ask_health(service: str) -> Question[HealthStatus]:
     """Of a service by its full name; "" is the whole server."""
     return Question(
         "/grpc.health.v1.Health/Check",
-        health_pb2.HealthCheckRequest(service=service),
+        build_named(health_pb2.HealthCheckRequest(), service=service),
         health_pb2.HealthCheckResponse,
         lambda answer: _STATUSES.get(answer.status, HealthStatus.UNKNOWN),
     )

@@ -46,7 +46,7 @@ class ManyGenerations:
         self,
         prompt: Prompt,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109 kept while the generation is read, not here
+        timeout: float | None = None,  # noqa: ASYNC109 of the generation, not of its start
         **options: Unpack[GenerateOptions],
     ) -> Generation:
         """Start a generation at once; its deltas wait until they are read.
@@ -177,8 +177,10 @@ class _Lane:
 
     def __init__(self, n: int, timeout: float | None, on_leave: Callable[[], None]) -> None:
         self._open_choices = n
-        self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         self._on_leave = on_leave
+        late = error_for(grpc.StatusCode.DEADLINE_EXCEEDED, "it took longer than its timeout")
+        loop = asyncio.get_running_loop()
+        self._timer = None if timeout is None else loop.call_later(timeout, self._leave, late)
         self._waiting: asyncio.Queue[pb.GenerateResponse | RpcError] = asyncio.Queue()
         self.complete = False
 
@@ -189,23 +191,24 @@ class _Lane:
         elif item.HasField("finished"):
             self._open_choices -= 1
             self.complete = self._open_choices == 0
+        if self.complete and self._timer is not None:
+            self._timer.cancel()
 
     def cancel(self) -> None:
         """Leave; does nothing once it is complete."""
-        if not self.complete:
-            self.put(error_for(grpc.StatusCode.CANCELLED, "the generation was closed"))
-            self._on_leave()
+        self._leave(error_for(grpc.StatusCode.CANCELLED, "the generation was closed"))
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
         while not (self.complete and self._waiting.empty()):
-            try:
-                async with asyncio.timeout_at(self._deadline):
-                    item = await self._waiting.get()
-            except TimeoutError:
-                raise error_for(grpc.StatusCode.DEADLINE_EXCEEDED, "it took longer than its timeout") from None
+            item = await self._waiting.get()
             if isinstance(item, RpcError):
                 raise item
             yield item
+
+    def _leave(self, error: RpcError) -> None:
+        if not self.complete:
+            self.put(error)
+            self._on_leave()
 
 
 def _is_of_a_write(failure: RpcError) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.client.question import Question
-from paceline.client.request import Prompt, build_detokenize, build_tokenize
+from paceline.client.request import Prompt, build_detokenize, build_named, build_tokenize
 from paceline.client.results import read_fields
 from paceline.v1 import model_pb2 as pb
 
@@ -32,7 +32,7 @@ class Model:
 
 
 def ask_model(name: str) -> Question[Model]:
-    request = pb.GetModelRequest(model=name)
+    request = build_named(pb.GetModelRequest(), model=name)
     return Question("/paceline.v1.ModelService/GetModel", request, pb.GetModelResponse, lambda a: _read_model(a.model))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, TypedDict, Unpack, cast
+from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -15,9 +15,11 @@ from google.protobuf.message import Message
 
 from paceline.chat import is_turn, read_turn
 from paceline.errors import InvalidArgument
-from paceline.options import LONGEST_TIME, check_names, json_text
+from paceline.options import LONGEST_TIME, check_names, is_integer, is_number, json_text
 from paceline.v1 import admin_pb2, model_pb2
 from paceline.v1 import generation_pb2 as pb
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,8 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
     get = options.get  # untyped on purpose: `_fill` lets the message judge the values
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
-    n = get("n")
-    if isinstance(n, int) and n < 1:  # in the message, 0 stands for 1
+    n: Any = get("n")
+    if n is not None and (not is_integer(n) or n < 1):  # in the message, 0 stands for 1
         raise InvalidArgument("n", n, "an integer in 1..64")
     _fill(request, "", request_id=get("request_id"), model=get("model"), n=n)
     _fill(
@@ -181,7 +183,7 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
     _fill(
         request.speculation,
         "speculation",
-        mode=_choose("speculation.mode", options.get("speculation") or "auto", _MODES),
+        mode=_choose("speculation.mode", options.get("speculation"), _MODES, pb.SPECULATION_MODE_AUTO),
         max_draft_tokens=get("max_draft_tokens"),
         min_draft_tokens=get("min_draft_tokens"),
         verification=_choose("speculation.verification", options.get("verification"), _RULES),
@@ -190,7 +192,7 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
     _fill(
         request.output,
         "output",
-        content=_choose("output.content", options.get("content") or "text_and_token_ids", _CONTENTS),
+        content=_choose("output.content", options.get("content"), _CONTENTS, pb.OUTPUT_CONTENT_TEXT_AND_TOKEN_IDS),
         include_special_tokens=get("include_special_tokens"),
         final_only=get("final_only"),
         logprobs=get("logprobs"),
@@ -224,6 +226,12 @@ def build_detokenize(token_ids: Sequence[int], include_special_tokens: bool, mod
     return request
 
 
+def build_named(message: AnyMessage, **names: object) -> AnyMessage:
+    """The message with these fields. Raises InvalidArgument."""
+    _fill(message, "", **names)
+    return message
+
+
 def build_drain(grace: float | None) -> admin_pb2.DrainRequest:
     """The message that drains a server; `grace` in seconds. Raises InvalidArgument."""
     request = admin_pb2.DrainRequest()
@@ -241,7 +249,10 @@ def _set_prompt(
     if isinstance(prompt, str):
         _fill(request, "", prompt_text=prompt)
         return
-    items = list(prompt)
+    try:
+        items = list(prompt)
+    except TypeError as error:  # a numpy array of no dimension
+        raise InvalidArgument("prompt", prompt, allowed) from error
     if items and is_turn(items[0]):
         for index, item in enumerate(items):
             field = f"chat.messages[{index}]"
@@ -274,10 +285,10 @@ def _set_structure(structured: pb.StructuredOutput, options: GenerateOptions) ->
     )
 
 
-def _choose(field: str, value: str | None, choices: Mapping[str, int]) -> int | None:
+def _choose(field: str, value: object, choices: Mapping[str, int], default: int | None = None) -> int | None:
     if value is None:
-        return None
-    if value not in list(choices):  # which asks for no hash
+        return default
+    if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(field, value, f"one of {', '.join(choices)}")
     return choices[value]
 
@@ -291,11 +302,10 @@ def _fill_scheduling(request: pb.GenerateRequest, options: GenerateOptions) -> N
             _fill_time(getattr(request.scheduling, name), f"scheduling.{name}", options[name], above_zero=True)
 
 
-def _fill_time(duration: Duration, field: str, seconds: object, above_zero: bool = False) -> None:
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not 0.0 <= seconds <= LONGEST_TIME or (above_zero and seconds == 0.0):  # type: ignore[operator]
+def _fill_time(duration: Duration, field: str, seconds: Any, above_zero: bool = False) -> None:
+    if not is_number(seconds) or not 0.0 <= seconds <= LONGEST_TIME or (above_zero and seconds == 0.0):
         raise InvalidArgument(field, seconds, f"seconds in {'(' if above_zero else '['}0, {LONGEST_TIME:g}]")
-    duration.FromNanoseconds(round(seconds * 1e9))  # type: ignore[operator]
+    duration.FromNanoseconds(round(float(seconds) * 1e9))
 
 
 def _fill(message: Message, path: str, **values: object) -> None:
@@ -316,6 +326,8 @@ def _fill(message: Message, path: str, **values: object) -> None:
                     raise TypeError
                 held.extend(value)
             else:
+                if isinstance(value, bool) and field.type != FieldDescriptor.TYPE_BOOL:
+                    raise TypeError  # True is 1 to Python, and a mistake here
                 setattr(message, name, value)
         except (TypeError, ValueError) as error:
             raise InvalidArgument(f"{path}.{name}".lstrip("."), value, allowed) from error

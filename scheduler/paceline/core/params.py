@@ -196,14 +196,16 @@ class SpeculationParams:
             InvalidArgument: a rule that the request cannot be verified by.
         """
         if sampling.greedy:
-            kind, possible = "greedy", [Verification.GREEDY]
+            kind, possible = "a greedy", [Verification.GREEDY]
         elif sampling.seed is not None:
-            kind, possible = "seeded", [Verification.COUPLED]
+            kind, possible = "a seeded", [Verification.COUPLED]
         else:
-            kind, possible = "unseeded, sampled", [Verification.BLOCK, Verification.TOKEN_WISE]
+            kind, possible = "an unseeded, sampled", [Verification.BLOCK, Verification.TOKEN_WISE]
         rule = possible[0] if self.verification is None else self.verification
         if rule not in possible:
-            allowed = f"{' or '.join(possible)}, or unset, for a {kind} request"
+            allowed = f"unset for {kind} request, whose rule is {possible[0]}"
+            if len(possible) > 1:
+                allowed = f"{' or '.join(possible)}, or unset, for {kind} request"
             raise InvalidArgument("speculation.verification", str(rule), allowed)
         return rule
 
