@@ -22,8 +22,15 @@ class Paceline:
     def load(self, load: Load) -> str:
         # Depth belongs to the request; all else to the engine.
         if self._load is None or replace(self._load, depth=load.depth) != load:
+            # The draft's weights are those that the other engines have.
             self._engine = build_engine(
-                EngineSettings(model=load.target, draft=load.draft, max_num_seqs=load.streams, prefix_cache="off")
+                EngineSettings(
+                    model=load.target,
+                    draft=load.draft,
+                    draft_quantization="none",
+                    max_num_seqs=load.streams,
+                    prefix_cache="off",
+                )
             )
         self._load = load
         if load.depth is None:

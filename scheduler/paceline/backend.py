@@ -66,6 +66,13 @@ def choose_dtype(name: str, gpu: Gpu | None, backend: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def choose_draft_quantization(name: str, backend: str, dtype: torch.dtype) -> str:
+    """Of a draft model's weights: none or int8."""
+    if name == "auto":
+        return "int8" if backend == "native" and dtype == torch.bfloat16 else "none"
+    return name
+
+
 def load(path: Path, dtype: torch.dtype, device: torch.device, backend: str, quantization: str) -> Model:
     int8 = quantization == "int8"
     try:

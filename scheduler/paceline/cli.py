@@ -116,7 +116,9 @@ def engine_settings(
         ),
     ] = "auto",
     quantization: Annotated[str, typer.Option(metavar="none|int8", help="Of the model's weights.")] = "none",
-    draft_quantization: Annotated[str, typer.Option(metavar="none|int8", help="Of the draft's weights.")] = "none",
+    draft_quantization: Annotated[
+        str, typer.Option(metavar="auto|none|int8", help="Of the draft's weights; output does not depend on it.")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(metavar="N", help="Threads that compute (one for each core).")] = None,
     reproducible: Annotated[
         bool,

@@ -107,6 +107,7 @@ class _Choices:
         depth: of every request; None leaves it to the policy.
         max_depth: of any request; 0 drafts nothing.
         path, draft_path: of the checkpoints; None without a draft model.
+        draft_quantization: of its weights, "none" or "int8".
         bytes_per_block: of target and draft KV together.
     """
 
@@ -118,6 +119,7 @@ class _Choices:
     max_depth: int
     path: Path
     draft_path: Path | None
+    draft_quantization: str
     config: ModelConfig
     draft_config: ModelConfig | None
     tokenizer: PreTrainedTokenizerBase
@@ -146,6 +148,9 @@ def _choose(settings: EngineSettings) -> _Choices:
     method, depth, max_depth = _speculation(settings)
     path, draft_path = _model_path(settings.model), None if max_depth == 0 else _draft_path(settings.draft)
     config, draft_config = load_model_config(path), None if draft_path is None else load_model_config(draft_path)
+    draft_quantization = "none"
+    if draft_path is not None:
+        draft_quantization = backend.choose_draft_quantization(settings.draft_quantization, chosen, dtype)
     tokenizer = load_tokenizer(path)
     if draft_config is not None and draft_path is not None:
         _check_pair(settings, config, draft_config, tokenizer.get_vocab(), load_tokenizer(draft_path).get_vocab())
@@ -166,6 +171,7 @@ def _choose(settings: EngineSettings) -> _Choices:
         max_depth=max_depth,
         path=path,
         draft_path=draft_path,
+        draft_quantization=draft_quantization,
         config=config,
         draft_config=draft_config,
         tokenizer=tokenizer,
@@ -210,7 +216,7 @@ def _load(settings: EngineSettings, choices: _Choices) -> list[Model]:
     device, chosen = choices.device, choices.backend
     models = [backend.load(choices.path, choices.dtype, device, chosen, settings.quantization)]
     if choices.draft_path is not None:
-        models.append(backend.load(choices.draft_path, choices.dtype, device, chosen, settings.draft_quantization))
+        models.append(backend.load(choices.draft_path, choices.dtype, device, chosen, choices.draft_quantization))
     if chosen == "triton":
         backend.tune([model for model in models if isinstance(model, Decoder)])
     return models
@@ -308,7 +314,7 @@ def _log_choices(engine: Engine, settings: EngineSettings, choices: _Choices) ->
         "backend": choices.backend if choices.backend == "native" else f"{choices.backend} on {where}",
         "threads": torch.get_num_threads(),
         "quantization": settings.quantization,
-        "draft_quantization": settings.draft_quantization,
+        "draft_quantization": choices.draft_quantization,
         "max_model_len": config.max_model_len,
         "kv_blocks": config.num_blocks,
         "kv_bytes": config.num_blocks * choices.bytes_per_block,
@@ -329,7 +335,7 @@ def _costs(settings: EngineSettings, choices: _Choices, engine: Engine) -> CostM
         choices.draft_path,
         dtype=str(choices.dtype),
         quantization=settings.quantization,
-        draft_quantization=settings.draft_quantization,
+        draft_quantization=choices.draft_quantization,
         backend=_identity(choices.backend),
         threads=torch.get_num_threads(),
         device="cpu" if choices.gpu is None else choices.gpu.name,

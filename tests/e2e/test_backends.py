@@ -13,11 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paceline import wiring
+from paceline.core.method import Method
 from paceline.device import Gpu
+from paceline.engine import Engine
 from paceline.errors import FailedPrecondition
 from paceline.llm import LLM
 from paceline.models import Decoder, NativeDecoder
 from paceline.runner import ModelRunner
+from paceline.speculation import DraftModel
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import build, decoder, sampling
 from support.native import needs_compiler, threads
@@ -138,9 +141,24 @@ def test_weights_of_8_bits_are_asked_for_one_by_one(pair: tuple[str, str], quant
         for made in (engine, alone)
     )
     assert found == expected
-    model = engine.runner.model if isinstance(engine.runner, ModelRunner) else None
-    assert isinstance(model, NativeDecoder)
-    assert model.int8 == (target == "int8")
+    assert models_of(engine) == [target == "int8", draft == "int8"]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "int8"), [("bfloat16", True), ("float32", False)])
+def test_a_bfloat16_draft_has_8_bits_unless_told_otherwise(pair: tuple[str, str], dtype: str, int8: bool) -> None:
+    assert models_of(build_engine(settings(pair, dtype=dtype))) == [False, int8]
+    assert models_of(build_engine(settings(pair, dtype=dtype, draft_quantization="none"))) == [False, False]
+    assert not models_of(build_engine(settings(pair, dtype=dtype, backend="torch")))
+
+
+def models_of(engine: Engine) -> list[bool]:
+    """Whether the weights of target and draft have 8 bits each; empty of models that are not the native backend's."""
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner)
+    draft = runner.drafters[Method.DRAFT_MODEL]
+    assert isinstance(draft, DraftModel)
+    return [model.int8 for model in (runner.model, draft.model) if isinstance(model, NativeDecoder)]
 
 
 def test_threads_are_those_asked_for(pair: tuple[str, str]) -> None:

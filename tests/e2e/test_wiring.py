@@ -52,7 +52,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization", "above 0 and at most 1"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization", "above 0 and at most 1"),
         ({"quantization": "int4"}, "quantization", "none or int8"),
-        ({"draft_quantization": "int4"}, "draft_quantization", "none or int8"),
+        ({"draft_quantization": "int4"}, "draft_quantization", "auto, none, int8"),
         ({"kv_cache_memory": 1000}, "kv_cache_memory", "for one request of max_model_len = 512"),
         ({"kv_cache_memory": "512MiB"}, "kv_cache_memory", "an integer or None"),
         ({"max_num_seqs": "4"}, "max_num_seqs", "an integer"),

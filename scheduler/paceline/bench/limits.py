@@ -173,6 +173,7 @@ def measure(settings: EngineSettings, rounds: int, memory: bool = True) -> Limit
     settings = replace(
         settings,
         backend="native",
+        draft_quantization="none",
         max_model_len=min(config.max_position_embeddings, SERVED_LENGTH),
         max_num_batched_tokens=BATCHES[-1] * CONTEXT,
     )
