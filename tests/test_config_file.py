@@ -57,6 +57,7 @@ BAD = {
     "tenants.a.max_blocks = 0": "tenants.a.max_blocks = 0: must be greater than or equal to 1",
     "tenants.a.burst_tokens = 9": "tenants.a.burst_tokens = 9: must be set together with tokens_per_second",
     "tenants.b.tokens_per_second = inf": "tenants.b.tokens_per_second = inf: must be a finite number",
+    "tenants.f.tokens_per_second = 0": "tenants.f.tokens_per_second = 0: must be greater than or equal to 0.000000001",
     "tenants.b.burst_tokens = nan": "tenants.b.burst_tokens = nan: must be a finite number",
     "tenants.b.max_priority = -1": "tenants.b.max_priority = -1: must be greater than or equal to 0",
     "tenants.b.speculation.methods = ['guess']": "tenants.b.speculation.methods.0 = 'guess': must be 'none'",

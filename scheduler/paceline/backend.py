@@ -83,10 +83,11 @@ def load(path: Path, dtype: torch.dtype, device: torch.device, backend: str, qua
         return load_model(path, dtype, device)
     except torch.OutOfMemoryError as error:
         raise FailedPrecondition(f"the weights of {path} do not fit on the GPU: {error}") from error
-    except OSError as error:
-        if error.errno != errno.ENOMEM:
+    except (OSError, RuntimeError) as error:
+        # Of the system, or of torch's allocator, which has no error of its own.
+        if getattr(error, "errno", None) != errno.ENOMEM and "can't allocate memory" not in str(error):
             raise
-        raise FailedPrecondition(f"the weights of {path} do not fit into memory: {error.strerror}") from error
+        raise FailedPrecondition(f"the weights of {path} do not fit into memory: {error}") from error
 
 
 def tune(models: Sequence[Decoder]) -> None:

@@ -110,7 +110,7 @@ def is_compiled() -> bool:
 def build() -> Path:
     """Compile the sources as they are, unless that was done before; the folder. Takes about a minute.
 
-    Older builds are deleted, but for those that somebody is making.
+    Other builds are deleted, but for those that somebody is making.
 
     Raises:
         CompileError: it cannot be done, with what was missing.
@@ -123,10 +123,12 @@ def build() -> Path:
         BUILDS.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=BUILDS) as made, redirect_stdout(said), redirect_stderr(said):
             _compile(Path(made))
-            for older in BUILDS.iterdir():
-                if not older.name.startswith("tmp"):  # somebody is making it
-                    shutil.rmtree(older, ignore_errors=True)
-            (Path(made) / "lib").rename(folder)
+            for other in BUILDS.iterdir():
+                # What somebody is making stays, and what somebody else has made of the same sources meanwhile.
+                if other != folder and not other.name.startswith("tmp"):
+                    shutil.rmtree(other, ignore_errors=True)
+            if not folder.is_dir():
+                (Path(made) / "lib").rename(folder)
     except ImportError as error:
         raise CompileError(f"{error}; try: pip install mypy setuptools") from error
     except (OSError, SystemExit) as error:

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from paceline.core.config import SchedulerConfig
 from paceline.core.method import Method
 from paceline.core.params import SpeculationBounds
-from paceline.core.tenant_policy import LEAST_WEIGHT, MOST_WEIGHT, TenantPolicy
+from paceline.core.tenant_policy import LEAST_RATE, LEAST_WEIGHT, MOST_WEIGHT, TenantPolicy
 from paceline.errors import InvalidArgument, brief
 
 KEY_PREFIX: Final = "paceline_"  # of the keys that we make: so that they are known where they should not be
@@ -72,7 +72,7 @@ class TenantTable(Table):
     max_running: Count | None = None
     max_queued: Count | None = None
     max_blocks: Count | None = None
-    tokens_per_second: Positive | None = None
+    tokens_per_second: Annotated[float, Field(ge=LEAST_RATE, allow_inf_nan=False, strict=True)] | None = None
     burst_tokens: Positive | None = None
     max_priority: Natural = 0
     speculation: SpeculationTable = SpeculationTable()

@@ -21,6 +21,7 @@ from rich.table import Table
 from paceline import compiled
 from paceline.core.cost_model import CostModel, Error, StepShape
 from paceline.core.params import SamplingParams, StopParams
+from paceline.cores import usable_cores
 from paceline.device import LEAST_CAPABILITY, Gpu, find_gpu, in_gib, triton_obstacle
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument
@@ -169,7 +170,7 @@ def _cpu_info() -> dict[str, str]:
 
 
 def _cores() -> Fact:
-    usable, quota, load = len(os.sched_getaffinity(0)), _quota(), os.getloadavg()[0]
+    usable, quota, load = usable_cores(), _quota(), os.getloadavg()[0]
     value = f"{usable} of {os.cpu_count()} usable, load {load:.1f}"
     if quota is None:
         busy = "others use them too: what is measured now is too low" if load > usable / 2 else None

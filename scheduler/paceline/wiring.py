@@ -30,7 +30,7 @@ from paceline.device import Gpu, check_head_dim, choose_gpu
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.profile import profile
 from paceline.engine.tokenizer import TransformersTokenizer
-from paceline.errors import FailedPrecondition, InvalidArgument
+from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 from paceline.models import Decoder, Model, ModelConfig, load_model_config
 from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import Drafter, KVCache, ModelRunner
@@ -74,7 +74,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         model_name=settings.served_model_name or _model_name(settings.model, choices.path),
         vocab_size=choices.config.vocab_size,
         methods=choices.methods,
-        default_sampling=_default_sampling(choices.config),
+        default_sampling=choices.default_sampling,
         grammars=_grammars(choices.tokenizer, choices.config),
         max_logprobs=settings.max_logprobs,
     )
@@ -108,6 +108,7 @@ class _Choices:
         max_depth: of any request; 0 drafts nothing.
         path, draft_path: of the checkpoints; None without a draft model.
         draft_quantization: of its weights, "none" or "int8".
+        default_sampling: that the checkpoint recommends.
         bytes_per_block: of target and draft KV together.
     """
 
@@ -120,6 +121,7 @@ class _Choices:
     path: Path
     draft_path: Path | None
     draft_quantization: str
+    default_sampling: SamplingParams
     config: ModelConfig
     draft_config: ModelConfig | None
     tokenizer: PreTrainedTokenizerBase
@@ -172,6 +174,7 @@ def _choose(settings: EngineSettings) -> _Choices:
         path=path,
         draft_path=draft_path,
         draft_quantization=draft_quantization,
+        default_sampling=_default_sampling(path, config),
         config=config,
         draft_config=draft_config,
         tokenizer=tokenizer,
@@ -444,10 +447,13 @@ def _choose_max_model_len(settings: EngineSettings, config: ModelConfig) -> int:
     return settings.max_model_len
 
 
-def _default_sampling(config: ModelConfig) -> SamplingParams:
+def _default_sampling(path: Path, config: ModelConfig) -> SamplingParams:
     """The checkpoint's recommendation, where it has one."""
     given = {name: value for name, value in asdict(config.generation).items() if value is not None}
-    return SamplingParams(**given)
+    try:
+        return SamplingParams(**given)
+    except InvalidArgument as error:
+        raise ModelLoadError(f"{path / 'generation_config.json'}: {error}") from error
 
 
 def _warm_up(engine: Engine, *, on_gpu: bool) -> None:

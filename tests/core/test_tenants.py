@@ -528,6 +528,7 @@ def test_nobody_starves() -> None:
         ({"max_running": 0}, "max_running = 0: must be an integer >= 1"),
         ({"max_blocks": 0}, "max_blocks = 0"),
         ({"tokens_per_second": 0.0}, "tokens_per_second = 0.0"),
+        ({"tokens_per_second": 1e-308}, "tokens_per_second = 1e-308: must be a number >= 1e-09"),
         ({"burst_tokens": 5.0}, "burst_tokens = 5.0: must be set together with tokens_per_second"),
         ({"max_priority": -1}, "max_priority = -1"),
     ],

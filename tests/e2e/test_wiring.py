@@ -19,7 +19,7 @@ from paceline.core.speculation_counts import SpeculationCounts
 from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 from paceline.llm import LLM
 from paceline.runner import KVCache, ModelRunner
-from paceline.wiring import EngineSettings, build_engine
+from paceline.wiring import EngineSettings, build_engine, check_engine
 from paceline_kernels.cpu import memory
 from support.checkpoints import tiny_checkpoint
 from support.native import needs_compiler
@@ -72,13 +72,26 @@ def test_settings(pair: tuple[str, str], settings: dict[str, object], field: str
     assert repr(next(iter(settings.values()))) in str(caught.value)
 
 
-def test_weights_for_which_there_is_no_memory(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("torch: can't allocate memory")],
+)
+def test_weights_for_which_there_is_no_memory(
+    pair: tuple[str, str], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_memory(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        raise error
 
     monkeypatch.setattr(backend, "load_native", no_memory)
-    with pytest.raises(FailedPrecondition, match="do not fit into memory: Cannot allocate memory"):
+    with pytest.raises(FailedPrecondition, match=r"do not fit into memory: .*allocate memory"):
         backend.load(Path(pair[0]), torch.float32, torch.device("cpu"), "native", "none")
+
+
+def test_sampling_that_a_checkpoint_should_not_recommend(pair: tuple[str, str], tmp_path: Path) -> None:
+    path = shutil.copytree(pair[0], tmp_path / "model")
+    (path / "generation_config.json").write_text('{"top_p": 5}')
+    with pytest.raises(ModelLoadError, match=r"model/generation_config\.json: sampling\.top_p = 5: must be in"):
+        check_engine(EngineSettings(model=path))
 
 
 def test_settings_may_be_numbers_of_numpy(pair: tuple[str, str]) -> None:

@@ -139,6 +139,13 @@ def test_messages_that_the_template_refuses() -> None:
     assert caught.value.field == "chat.messages"
 
 
+def test_a_template_that_fails() -> None:
+    made = byte_level()
+    made.chat_template = "{{ range(999999999) }}"
+    with pytest.raises(FailedPrecondition, match="the model's chat template fails: Range too big"):
+        TransformersTokenizer(made).apply_chat_template([ChatMessage("user", "x")])
+
+
 def test_a_model_without_a_template() -> None:
     made = byte_level()
     made.chat_template = None

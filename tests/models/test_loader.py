@@ -138,3 +138,18 @@ def test_tokenizers_that_cannot_be_loaded(path: Path) -> None:
         load_tokenizer(path)
     with pytest.raises(ModelLoadError, match="no tokenizer"):
         load_tokenizer(path / "nowhere")
+
+
+@pytest.mark.parametrize("template", ["{% raise %}", "{% if %}"])
+def test_a_chat_template_that_cannot_be_read(path: Path, template: str) -> None:
+    (path / "chat_template.jinja").write_text("{{ messages }}\n" + template)
+    with pytest.raises(ModelLoadError, match=r"the chat template cannot be read: .*, line 2"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('two, please') }}", "{{ 1 / 0 }}", "{% generation %}{% endgeneration %}"]
+)
+def test_a_chat_template_may_want_other_messages(path: Path, template: str) -> None:
+    (path / "chat_template.jinja").write_text(template)
+    assert load_tokenizer(path).chat_template == template

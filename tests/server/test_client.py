@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -535,3 +536,14 @@ print(sorted(name for name in ours if not name.startswith(allowed)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
+
+
+def test_a_client_belongs_to_one_event_loop() -> None:
+    async def ask() -> None:
+        with suppress(RpcError):
+            await client.models(timeout=1.0)
+
+    client = AsyncClient("127.0.0.1:1", max_retries=0)
+    asyncio.run(ask())
+    with pytest.raises(RuntimeError, match="another event loop than before"):
+        asyncio.run(ask())

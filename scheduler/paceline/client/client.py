@@ -48,6 +48,7 @@ class AsyncClient:
     def __init__(self, target: str, **options: Unpack[ClientOptions]) -> None:
         self._connection = Connection(target, **options)
         self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that the channel belongs to
         self._closed = False
         self.admin = AsyncAdmin(self._ask)
 
@@ -243,7 +244,11 @@ class AsyncClient:
         # Not in the constructor: a channel belongs to the event loop that runs when it is made.
         if self._closed:  # since the call was asked for
             raise error_for(grpc.StatusCode.CANCELLED, "the client was closed")
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and self._loop is not loop:
+            raise RuntimeError("the client is used in another event loop than before: make one in each")
         if self._channel is None:
+            self._loop = loop
             target, options = self._connection.target, self._connection.channel_options
             if self._connection.credentials is None:
                 self._channel = grpc.aio.insecure_channel(target, options=options)

@@ -187,8 +187,8 @@ class Scheduler:
 
         Raises:
             AlreadyExists: the id is live.
-            InvalidArgument: an unknown tenant, a deadline before its arrival, a lowest depth above the tenant's or the
-                server's highest, a verification rule that does not fit.
+            InvalidArgument: an unknown tenant, a lowest depth above the tenant's or the server's highest, a
+                verification rule that does not fit.
             DeadlineExceeded: the time is over, or it could not be in time even if it started at once, as far as that
                 can be told.
             QueueTimeout: it has waited for too long before it came here.
@@ -200,9 +200,6 @@ class Scheduler:
         bounded = self.bounded(speculation, tenant)
         params = SequenceParams(sampling, constraints, logprobs, speculation.rule_for(sampling), choice)
         max_total = self.check(len(prompt_token_ids), stop, tenant)
-        came = now if arrival is None else arrival
-        if scheduling.deadline is not None and scheduling.deadline < came:
-            raise InvalidArgument("scheduling.deadline", f"{came - scheduling.deadline:.3f} s ago", "in the future")
         self.check_queue(tenant, 1 + num_siblings, now)
         sibling = None if sibling_id is None else self.requests.get(sibling_id)
         assert sibling is None or sibling.prompt_token_ids == prompt_token_ids, "siblings have one prompt"
@@ -212,14 +209,14 @@ class Scheduler:
             params,
             stop,
             bounded,
-            came,
+            now if arrival is None else arrival,
             methods=self._methods(speculation, tenant),
             scheduling=scheduling,
             max_total_tokens=max_total,
             siblings=None if sibling is None else sibling.siblings,
         )
         try:
-            self.deadlines.check(request, now, bool(self.running))
+            self._check_times(request, now)
         except (DeadlineExceeded, QueueTimeout):
             del request.siblings[request_id]
             raise
@@ -230,6 +227,19 @@ class Scheduler:
         self.tenants.push(request)
         self.deadlines.watch(request)
         return request
+
+    def _check_times(self, request: Request, now: float) -> None:
+        """`Deadlines.check` of one that comes. What is cached of its prompt is looked for only where that decides: here
+        the event loop waits.
+        """
+        busy = bool(self.running)
+        try:
+            self.deadlines.check(request, now, busy)
+        except DeadlineExceeded:
+            known, _ = self.prefixes.find(request)
+            if not known:
+                raise
+            self.deadlines.check(request, now, busy, len(known) * self.config.block_size)
 
     def check_queue(self, tenant: str, count: int, now: float) -> None:
         """May so many more requests of the tenant wait? Changes nothing but the books of idle tenants.

@@ -11,6 +11,7 @@ from paceline.errors import InvalidArgument
 
 LEAST_WEIGHT: Final = 0.0001
 MOST_WEIGHT: Final = 10_000.0
+LEAST_RATE: Final = 1e-9  # tokens per second: the time until there are some must be a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,10 @@ class TenantPolicy:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidArgument(name, value, "an integer >= 1")
-        for name in ("tokens_per_second", "burst_tokens"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value < math.inf:
-                raise InvalidArgument(name, value, "a number > 0")
+        if self.tokens_per_second is not None and not LEAST_RATE <= self.tokens_per_second < math.inf:
+            raise InvalidArgument("tokens_per_second", self.tokens_per_second, f"a number >= {LEAST_RATE:g}")
+        if self.burst_tokens is not None and not 0.0 < self.burst_tokens < math.inf:
+            raise InvalidArgument("burst_tokens", self.burst_tokens, "a number > 0")
         if self.burst_tokens is not None and self.tokens_per_second is None:
             raise InvalidArgument("burst_tokens", self.burst_tokens, "set together with tokens_per_second")
         if self.max_priority < 0:

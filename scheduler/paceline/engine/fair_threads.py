@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
 from typing import TypeVar, TypeVarTuple
+
+from paceline.cores import usable_cores
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 # The event loop's threads are four more than the cores, of this process or of the machine, and 32 at most: some are
 # left for what is to be sent.
-PLACES = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 28)
+PLACES = min(usable_cores(), 28)
 
 
 class FairThreads:

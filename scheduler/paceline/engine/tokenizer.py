@@ -110,6 +110,8 @@ class TransformersTokenizer:
         except TemplateError as error:
             allowed = f"messages that the model's chat template takes ({error})"
             raise InvalidArgument("chat.messages", [message.role for message in messages], allowed) from error
+        except Exception as error:  # a template is a program
+            raise FailedPrecondition(f"chat: the model's chat template fails: {error}") from error
         # The template has written every special token already.
         return self._encode(text, add_special_tokens=False)
 

@@ -17,7 +17,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer, and its chat template if any, from the model directory `path`; never from the network.
 
     Raises:
-        ModelLoadError: the directory has no tokenizer, or one that transformers cannot load.
+        ModelLoadError: the directory has no tokenizer, or one that transformers cannot load; its chat
+            template cannot be read.
     """
     if not any((path / name).is_file() for name in VOCABULARIES):
         raise ModelLoadError(f"{path}: no tokenizer: expected one of {', '.join(VOCABULARIES)}")
@@ -25,4 +26,18 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exception, transformers nearly every builtin
         raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+    _check_chat_template(path, cast(PreTrainedTokenizerBase, tokenizer))
     return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _check_chat_template(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Else every chat would be refused, as if its messages were wrong."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        reason = f"{error.message}, line {error.lineno}"
+        raise ModelLoadError(f"{path}: the chat template cannot be read: {reason}") from error
+    except Exception:  # there is none, or it wants other messages
+        return
