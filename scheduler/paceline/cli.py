@@ -58,7 +58,7 @@ def main() -> None:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno != errno.ENOSPC or error.filename is not None:
             raise
         print(f"paceline: {error.strerror}: the output is not whole", file=sys.stderr)
         sys.stdout = None  # what it still holds would fail again on the way out
@@ -117,7 +117,7 @@ def engine_settings(
     ] = "auto",
     quantization: Annotated[str, typer.Option(metavar="none|int8", help="Of the model's weights.")] = "none",
     draft_quantization: Annotated[
-        str, typer.Option(metavar="auto|none|int8", help="Of the draft's weights; output does not depend on it.")
+        str, typer.Option(metavar="auto|none|int8", help="Of the draft's weights; auto: int8 of bfloat16 on CPUs.")
     ] = "auto",
     threads: Annotated[int | None, typer.Option(metavar="N", help="Threads that compute (one for each core).")] = None,
     reproducible: Annotated[

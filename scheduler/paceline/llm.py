@@ -297,7 +297,7 @@ def _as_prompt(prompt: object) -> Prompt:
     if isinstance(prompt, str):
         return prompt
     items: Sequence[Any] = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else [None]
-    if all(isinstance(item, Integral) for item in items):
+    if all(map(is_integer, items)):
         return [int(item) for item in items]
     if not all(is_turn(item) for item in items):
         raise InvalidArgument("prompt", prompt, PROMPTS)
@@ -322,7 +322,10 @@ def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     is_mapping = isinstance(biases, Mapping)
     if not is_mapping or not all(is_integer(k) and is_number(v) for k, v in biases.items()):
         raise InvalidArgument("logit_bias", biases, "a mapping of token ids to numbers")
-    return tuple((int(token_id), float(bias)) for token_id, bias in biases.items())
+    try:
+        return tuple((int(token_id), float(bias)) for token_id, bias in biases.items())
+    except OverflowError as error:
+        raise InvalidArgument("logit_bias", biases, "numbers that a float can hold") from error
 
 
 def _completion(outputs: list[Output]) -> Completion:

@@ -155,7 +155,9 @@ def _choose(settings: EngineSettings) -> _Choices:
         draft_quantization = backend.choose_draft_quantization(settings.draft_quantization, chosen, dtype)
     tokenizer = load_tokenizer(path)
     if draft_config is not None and draft_path is not None:
-        _check_pair(settings, config, draft_config, tokenizer.get_vocab(), load_tokenizer(draft_path).get_vocab())
+        _check_pair(
+            settings, config, draft_config, tokenizer.get_vocab(), load_tokenizer(draft_path, chats=False).get_vocab()
+        )
     max_model_len = _choose_max_model_len(settings, config)
     if chosen == "triton":
         check_head_dim("model", settings.model, config.head_dim)

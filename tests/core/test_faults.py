@@ -27,6 +27,7 @@ class FaultyRunner(ScriptedRunner):
 
     Attributes:
         failures, drops: how often in a hundred, of each work and of each step.
+        num_dropped: requests whose drafts were.
         exhausted: requests that have failed, and that a plan made meanwhile may still name.
     """
 
@@ -34,6 +35,7 @@ class FaultyRunner(ScriptedRunner):
         super().__init__(num_blocks, of.block_size, of.draft_is_right, of.max_ngram)
         self.rng = rng
         self.failures, self.drops = rng.choice([0, 2, 10, 30]), rng.choice([0, 10, 50])
+        self.num_dropped = 0
         self.exhausted: set[int] = set()
         self._seconds = rng.choice([0.0, 1.0])
 
@@ -46,6 +48,8 @@ class FaultyRunner(ScriptedRunner):
             self.exhausted.discard(request_id)
         self.sequences.update((admission.request_id, Sequence(admission)) for admission in plan.admitted)
         dropped = self._happens(self.drops)
+        asked_for = sum([work.num_drafts > 0 and work.method is Method.DRAFT_MODEL for work in plan.work])
+        self.num_dropped += asked_for if dropped else 0
         going = []
         for work in plan.work:
             if work.request_id not in self.exhausted:
@@ -129,7 +133,10 @@ def test_whoever_fails_fails_alone(part: int) -> None:
         ends["finished"] += len(harness.finished)
         ends["failed"] += sum(str(error) == OUT_OF_MEMORY for error in harness.refused.values())
         ends["preempted"] += harness.num_preemptions
+        assert isinstance(harness.runner, FaultyRunner)
+        ends["dropped"] += harness.runner.num_dropped
     # Not vacuous: each of these happened often.
     assert ends["finished"] >= 3 * SEEDS, ends
     assert ends["failed"] >= SEEDS, ends
     assert ends["preempted"] >= SEEDS // 4, ends
+    assert ends["dropped"] >= SEEDS // 4, ends

@@ -189,6 +189,7 @@ def test_a_message_without_what_makes_it_one_is_refused(message: dict[str, objec
         ({"allowed_token_ids": [True]}, "allowed_token_ids"),
         ({"stop_token_ids": [False]}, "stop_token_ids"),
         ({"logit_bias": {True: 1.0}}, "logit_bias"),
+        ({"logit_bias": {3: 10**400}}, "logit_bias"),
         ({"temperature": 10**400}, "temperature"),
         ({"bad_words": "abc"}, "bad_words"),
         ({"choices": [1, 2]}, "choices"),

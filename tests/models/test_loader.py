@@ -145,6 +145,8 @@ def test_a_chat_template_that_cannot_be_read(path: Path, template: str) -> None:
     (path / "chat_template.jinja").write_text("{{ messages }}\n" + template)
     with pytest.raises(ModelLoadError, match=r"the chat template cannot be read: .*, line 2"):
         load_tokenizer(path)
+    assert load_tokenizer(path, chats=False)
+    assert load_tokenizer(path, chats=False).chat_template
 
 
 @pytest.mark.parametrize(

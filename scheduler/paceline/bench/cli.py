@@ -414,7 +414,16 @@ def backends(
         raise InvalidArgument("dtype", dtype, "float32 or bfloat16")
     sizes, depths = parse_sizes(concurrency), parse_depths(depth)
     torch, native = (
-        build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, backend=backend, prefix_cache="off"))
+        build_engine(
+            EngineSettings(
+                model=model,
+                draft=draft,
+                dtype=dtype,
+                backend=backend,
+                draft_quantization="none",  # which torch cannot do
+                prefix_cache="off",
+            )
+        )
         for backend in ("torch", "native")
     )
     cells = measure(torch, native, load_prompts(None), sizes, depths, max_tokens, rounds)

@@ -128,6 +128,7 @@ class AsyncClient:
             async for delta in generation:
                 print(delta.text, end="")
         """
+        self._check_open()
         metadata = self._connection.call_metadata(traceparent=traceparent)
 
         def open_stream(requests: Any) -> grpc.aio.StreamStreamCall[pb.GenerateManyRequest, pb.GenerateManyResponse]:

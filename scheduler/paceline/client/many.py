@@ -178,9 +178,7 @@ class _Lane:
     def __init__(self, n: int, timeout: float | None, on_leave: Callable[[], None]) -> None:
         self._open_choices = n
         self._on_leave = on_leave
-        late = error_for(grpc.StatusCode.DEADLINE_EXCEEDED, "it took longer than its timeout")
-        loop = asyncio.get_running_loop()
-        self._timer = None if timeout is None else loop.call_later(timeout, self._leave, late)
+        self._timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._expire)
         self._waiting: asyncio.Queue[pb.GenerateResponse | RpcError] = asyncio.Queue()
         self.complete = False
 
@@ -204,6 +202,9 @@ class _Lane:
             if isinstance(item, RpcError):
                 raise item
             yield item
+
+    def _expire(self) -> None:
+        self._leave(error_for(grpc.StatusCode.DEADLINE_EXCEEDED, "it took longer than its timeout"))
 
     def _leave(self, error: RpcError) -> None:
         if not self.complete:

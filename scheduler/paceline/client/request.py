@@ -308,6 +308,12 @@ def _fill_time(duration: Duration, field: str, seconds: Any, above_zero: bool = 
     duration.FromNanoseconds(round(float(seconds) * 1e9))
 
 
+def _refuse_booleans(values: list[Any]) -> None:
+    """True is 1 to Python, and a mistake here. Raises TypeError."""
+    if any([value is True or value is False for value in values]):
+        raise TypeError
+
+
 def _fill(message: Message, path: str, **values: object) -> None:
     """Set the fields of `message` that have a value; `path` is its own dotted name, for errors."""
     for name, value in values.items():
@@ -319,15 +325,19 @@ def _fill(message: Message, path: str, **values: object) -> None:
         try:
             if isinstance(held, MutableMapping):
                 allowed = "a mapping of token ids to numbers"
-                held.update(cast("Mapping[int, float]", value))
+                pairs = dict(cast("Mapping[int, float]", value))
+                _refuse_booleans([*pairs.keys(), *pairs.values()])
+                held.update(pairs)
             elif field.is_repeated:
                 allowed = f"a sequence, each {allowed}"
                 if isinstance(value, str):  # a sequence of texts too, but hardly meant as one
                     raise TypeError
-                held.extend(value)
+                items = list(cast("Iterable[object]", value))
+                _refuse_booleans(items)
+                held.extend(items)
             else:
-                if isinstance(value, bool) and field.type != FieldDescriptor.TYPE_BOOL:
-                    raise TypeError  # True is 1 to Python, and a mistake here
+                if field.type != FieldDescriptor.TYPE_BOOL:
+                    _refuse_booleans([value])
                 setattr(message, name, value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InvalidArgument(f"{path}.{name}".lstrip("."), value, allowed) from error

@@ -196,6 +196,8 @@ class Scheduler:
         """
         if request_id in self.requests:
             raise AlreadyExists(f"request {request_id} is live")
+        if scheduling.deadline is not None and scheduling.deadline <= now:
+            raise DeadlineExceeded("too late: the time is over")
         tenant = scheduling.tenant
         bounded = self.bounded(speculation, tenant)
         params = SequenceParams(sampling, constraints, logprobs, speculation.rule_for(sampling), choice)
@@ -229,13 +231,15 @@ class Scheduler:
         return request
 
     def _check_times(self, request: Request, now: float) -> None:
-        """`Deadlines.check` of one that comes. What is cached of its prompt is looked for only where that decides: here
-        the event loop waits.
+        """`Deadlines.check` of one that waits. What is cached of its prompt, which takes milliseconds to find of a long
+        one, is looked for only where that may decide.
         """
         busy = bool(self.running)
         try:
             self.deadlines.check(request, now, busy)
         except DeadlineExceeded:
+            if not busy:
+                raise
             known, _ = self.prefixes.find(request)
             if not known:
                 raise
@@ -541,10 +545,8 @@ class Scheduler:
             if request.pending or self.prefixes.awaits_sibling(request):
                 held_up.add(tenant)
                 continue
-            known, num_drafted = self.prefixes.find(request)
-            cached = len(known) * self.config.block_size
             try:
-                self.deadlines.check(request, now, bool(self.running), cached)
+                self._check_times(request, now)
             except DeadlineExceeded as error:  # whose time was over has been refused already
                 self._refuse(request, error)
                 continue
@@ -552,6 +554,8 @@ class Scheduler:
             if slowdown is not None and slowdown.is_full:
                 held_up.add(tenant)
                 continue
+            known, num_drafted = self.prefixes.find(request)
+            cached = len(known) * self.config.block_size
             if slowdown is not None and not slowdown.fits_or_closes(request.num_tokens - cached, cached):
                 held_up.add(tenant)
                 continue

@@ -15,7 +15,8 @@ class Run:
     Attributes:
         index: of the request, for whoever asks.
         asked: its first slots, which are taken whatever they bring.
-        gains: tokens that its slots bring beyond what they cost by themselves, at most 1 each.
+        gains: tokens that its slots bring beyond what they cost by themselves, at most 1 each; behind the second none
+            brings more than the one before it.
     """
 
     __slots__ = ("asked", "gains", "index")

@@ -44,6 +44,7 @@ EndObserver: TypeAlias = Callable[[Request, FinishReason | None, float], None]
 # Texts have 3 to 5; only long runs of blanks and the like come near it.
 MAX_CHARS_PER_TOKEN = 32
 SHORTEST_WAIT = 0.001  # seconds; rounding could make a shorter one end before the moment it leads up to
+LONGEST_WAIT = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,12 +311,13 @@ class Engine:
 
     def seconds_to_wait(self) -> float:
         """Until it is worth planning again, where `plan` found nothing to do for the live requests and no result is
-        outstanding: they wait for their tenant's tokens. Another request may be worth it sooner.
+        outstanding: they wait for their tenant's tokens. Another request may be worth it sooner. A day at most: clocks
+        do not take every number.
         """
         now = self.clock()
         seconds = self.scheduler.wake_at(now) - now
         assert seconds < math.inf, "requests are left, but nothing can be planned"
-        return max(SHORTEST_WAIT, seconds)
+        return min(max(SHORTEST_WAIT, seconds), LONGEST_WAIT)
 
     def finish(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Commit a step's result: what each request has gained. Requests aborted meanwhile have no output."""

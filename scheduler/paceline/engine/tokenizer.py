@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +12,8 @@ from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -111,6 +114,7 @@ class TransformersTokenizer:
             allowed = f"messages that the model's chat template takes ({error})"
             raise InvalidArgument("chat.messages", [message.role for message in messages], allowed) from error
         except Exception as error:  # a template is a program
+            logger.warning("the chat template fails", exc_info=True)
             raise FailedPrecondition(f"chat: the model's chat template fails: {error}") from error
         # The template has written every special token already.
         return self._encode(text, add_special_tokens=False)

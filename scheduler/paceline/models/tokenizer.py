@@ -13,8 +13,11 @@ from paceline.errors import ModelLoadError
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, *, chats: bool = True) -> PreTrainedTokenizerBase:
     """Load the tokenizer, and its chat template if any, from the model directory `path`; never from the network.
+
+    Args:
+        chats: the template will be used.
 
     Raises:
         ModelLoadError: the directory has no tokenizer, or one that transformers cannot load; its chat
@@ -26,7 +29,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exception, transformers nearly every builtin
         raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {error}") from error
-    _check_chat_template(path, cast(PreTrainedTokenizerBase, tokenizer))
+    if chats:
+        _check_chat_template(path, tokenizer)
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 

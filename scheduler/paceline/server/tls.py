@@ -85,7 +85,7 @@ class TlsFiles:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(certificate, key)
-        except (OSError, ValueError) as error:  # also of a file that goes away meanwhile
+        except (OSError, ValueError) as error:  # of a file that goes away meanwhile, too
             allowed = f"a PEM certificate chain to which the key {str(key)!r} belongs ({_reason(error)})"
             raise InvalidArgument("tls_cert", certificate, allowed) from error
         if client_ca is not None:
