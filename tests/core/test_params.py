@@ -174,7 +174,7 @@ def test_temperature_and_seed_decide_the_rule_and_leave_some_a_choice(kind: str,
     assert all(rule in caught.value.allowed for rule in possible)
     assert kind.split()[0] in caught.value.allowed
     # A request cannot ask for a rule that its kind alone has: the contract has no name for it.
-    assert caught.value.allowed.startswith("unset for a ") == (len(possible) == 1)
+    assert caught.value.allowed.startswith("unset, for a ") == (len(possible) == 1)
 
 
 @pytest.mark.parametrize(
