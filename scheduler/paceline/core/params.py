@@ -203,9 +203,10 @@ class SpeculationParams:
             kind, possible = "an unseeded, sampled", [Verification.BLOCK, Verification.TOKEN_WISE]
         rule = possible[0] if self.verification is None else self.verification
         if rule not in possible:
-            # The only one that is possible has no name in the contract.
-            named = f"{' or '.join(possible)}, or " if len(possible) > 1 else ""
-            allowed = f"{named}unset, for {kind} request"
+            if len(possible) > 1:
+                allowed = f"{' or '.join(possible)}, or unset, for {kind} request"
+            else:  # it has no name in the contract
+                allowed = f"unset, for {kind} request, whose rule is {possible[0]}"
             raise InvalidArgument("speculation.verification", str(rule), allowed)
         return rule
 
