@@ -199,14 +199,18 @@ async def test_one_of_several_completions_that_comes_too_late_ends_all_of_them(l
         served.scheduler.tenants.set_policies({"a": TenantPolicy(max_running=2)}, ONE_SHARE, 0.0)
         message = of("a", "hello, all of you", 100, queue_timeout=seconds(1.0))
         message.n = 4
-        call = aiter(await begun(served, message))
+        call = aiter(await begun(served, message, timeout=60.0))
         served.runner.allow(4)
         assert (await anext(call)).HasField("started")
         await served.until(lambda: served.runner.steps == 4)
         assert (len(served.scheduler.running), len(served.scheduler.waiting)) == (2, 2)
         clock.advance(2.0)
+        served.runner.allow(2)
+        await served.until(lambda: served.runner.steps == 6)
+        assert (len(served.scheduler.running), len(served.scheduler.waiting)) == (2, 2)  # it has begun: it may wait
+        clock.advance(60.0)
         served.runner.allow(1)
-        assert (await failure(call)).code() is UNAVAILABLE
+        assert (await failure(call)).code() is DEADLINE
         await served.until(lambda: served.idle)
         served.runner.open()
         assert await whole(served.stub.Generate(of("a")))
