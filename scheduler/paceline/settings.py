@@ -43,7 +43,8 @@ class EngineSettings:
             and triton on a GPU, where that can be.
         quantization: of the target's weights, "none" or "int8".
         draft_quantization: of the draft's, "auto", "none" or "int8"; auto is int8 for a bfloat16 draft on the native
-            backend, whose passes take two thirds of the time so. Output does not depend on it.
+            backend, whose passes take two thirds of the time so. Neither greedy and seeded output depends on it nor the
+            distribution of any other.
         threads: that compute; None takes torch's number.
         reproducible: greedy and seeded output is the same, to the bit, whatever the batch, the chunks and the depth;
             refuse to start where that cannot be had. The native backend always works so.

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from core.harness import Harness, percent_right
-from core.test_properties import NARROWED, POLICIES, POLICIES_OF, harness_of, small_config, try_add
-from paceline.core.config import PrefixScope
+from core.harness import Harness
+from core.test_properties import NARROWED, POLICIES_OF, random_harness, try_add
 from paceline.core.method import Method
 from paceline.core.params import SchedulingParams
 from paceline.core.plan import SequenceResult, StepPlan, StepResult, StepTimes
@@ -75,19 +74,8 @@ class FaultyRunner(ScriptedRunner):
 
 def run(rng: random.Random) -> Harness:
     """A random sequence of operations and faults, run to the end of every request."""
-    config = small_config(
-        num_blocks=rng.randint(5, 14),
-        block_size=rng.randint(1, 4),
-        max_num_seqs=rng.randint(2, 5),
-        spare_rows=rng.randint(0, 10),
-        method=rng.choice(list(Method)),
-        max_draft_len=rng.choice([8, 16, 1000]),
-        hybrid=rng.random() < 0.5,
-        prefix_cache=rng.choice(list(PrefixScope)),
-    )
-    right = percent_right(rng.choice([0, 50, 90, 100]), salt=rng.randrange(1 << 16))
-    harness = harness_of(config, rng.choice(POLICIES)(), rng.randint(0, 1), right, rng.choice([1, 99]))
-    harness.runner = FaultyRunner(harness.runner, config.num_blocks, rng)
+    harness = random_harness(rng, rng.randint(5, 14), rng.randint(1, 4), [0, 50, 90, 100])
+    harness.runner = FaultyRunner(harness.runner, harness.scheduler.config.num_blocks, rng)
     tenants = harness.scheduler.tenants
     for _ in range(rng.randint(40, 80)):
         match rng.choices(["step", "add", "sibling", "abort", "reload", "later"], [58, 22, 10, 5, 4, 1])[0]:

@@ -314,11 +314,11 @@ def test_a_thousand_sequences() -> None:
     assert sharing_again >= 50, f"{sharing_again} requests shared blocks after a preemption"
 
 
-def run_sequence(rng: random.Random) -> tuple[Harness, int]:
-    """One random sequence of operations, run to the end of every request; the harness and the number of operations."""
+def random_harness(rng: random.Random, num_blocks: int, block_size: int, percents: list[int]) -> Harness:
+    """Of any kind, but for the size of its pool; drafts are right as often in a hundred as one of these says."""
     config = small_config(
-        num_blocks=rng.randint(5, 12),
-        block_size=rng.randint(1, 3),
+        num_blocks=num_blocks,
+        block_size=block_size,
         max_num_seqs=rng.randint(2, 5),
         spare_rows=rng.randint(0, 10),
         method=rng.choice(list(Method)),
@@ -326,8 +326,13 @@ def run_sequence(rng: random.Random) -> tuple[Harness, int]:
         hybrid=rng.random() < 0.5,
         prefix_cache=rng.choice(list(PrefixScope)),
     )
-    right = percent_right(rng.choice([0, 50, 80, 100]), salt=rng.randrange(1 << 16))
-    harness = harness_of(config, rng.choice(POLICIES)(), rng.randint(0, 1), right, rng.choice([1, 99]))
+    right = percent_right(rng.choice(percents), salt=rng.randrange(1 << 16))
+    return harness_of(config, rng.choice(POLICIES)(), rng.randint(0, 1), right, rng.choice([1, 99]))
+
+
+def run_sequence(rng: random.Random) -> tuple[Harness, int]:
+    """One random sequence of operations, run to the end of every request; the harness and the number of operations."""
+    harness = random_harness(rng, rng.randint(5, 12), rng.randint(1, 3), [0, 50, 80, 100])
     operations = rng.randint(50, 80)
     for _ in range(operations):
         match rng.choices(["step", "add", "sibling", "abort"], weights=[60, 22, 13, 5])[0]:
