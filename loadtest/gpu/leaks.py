@@ -77,7 +77,8 @@ def _held(engine: Engine) -> Iterator[str]:
     if isinstance(policy, AdaptiveDepth):
         adaptive: Any = policy  # of which this looks at more than it shows
         holders |= {
-            "chosen depths": adaptive._chosen,
+            "chosen depths": adaptive._standing.by_model,
+            "looks at n-grams": adaptive._standing.looks,
             "reviewed depths": adaptive._reviewed,
             "bounds of depths": adaptive._bound,
             "intervals of probes": adaptive._probes._intervals,

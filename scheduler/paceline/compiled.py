@@ -52,6 +52,7 @@ MODULES: Final = (
     "core/slot_order.py",
     "core/slots.py",
     "core/slowdown.py",
+    "core/standing.py",
     "core/step_bill.py",
     "core/step_builder.py",
     "core/stopping.py",

@@ -90,7 +90,7 @@ def candidate(
 
 def changed(candidate: DepthCandidate, **changes: object) -> DepthCandidate:
     """Another candidate, which differs in these."""
-    names = ("request_id", "offers", "lowest", "highest", "steps_without_model")
+    names = ("request_id", "offers", "lowest", "highest", "steps_without_model", "match")
     return DepthCandidate(**{name: changes.get(name, getattr(candidate, name)) for name in names})  # type: ignore[arg-type]
 
 
@@ -113,7 +113,15 @@ def ask(
     def at(indices: Sequence[int]) -> list[DepthCandidate]:
         return [candidates[index] for index in indices]
 
-    return choose_depths(policy, load, ids, highest, at, slot_price=slot_price)
+    # Where a test names no match, each step may have another.
+    matches = [one.match or int(any(offer.method is NGRAM for offer in one.offers)) for one in candidates]
+    return choose_depths(policy, load, ids, highest, matches, at, slot_price=slot_price)
+
+
+def standing(policy: AdaptiveDepth, load: StepLoad) -> set[int]:
+    """Requests of whom something stands."""
+    choices = policy.standing(load)
+    return set(choices.by_model) if choices else set()
 
 
 def shape_of(candidates: Sequence[DepthCandidate], chosen: Sequence[Chosen], load: StepLoad) -> StepShape:
@@ -431,11 +439,11 @@ def test_choices_are_reviewed_after_every_step_with_drafts() -> None:
     three = [candidate(0.8, i) for i in range(3)]
     load = load_of(three)
     depths = [choice.depth for choice in policy.choose(three, load)]
-    assert set(policy.standing(load) or ()) == {0, 1, 2}
+    assert standing(policy, load) == {0, 1, 2}
     drafted(policy, (0, depths[0], depths[0]), (1, depths[1], 0), count=3)
-    assert set(policy.standing(load) or ()) == {2}
+    assert standing(policy, load) == {2}
     assert policy.join(three[:2], load) == [Chosen(MODEL, depth) for depth in depths[:2]], "what still pays stays"
-    assert set(policy.standing(load) or ()) == {0, 1, 2}
+    assert standing(policy, load) == {0, 1, 2}
 
 
 @pytest.mark.usefixtures("no_savings")
@@ -713,7 +721,7 @@ def test_bounds_that_leave_no_choice_are_not_reviewed() -> None:
     one = candidate(0.1, lowest=3, highest=3)
     assert choose(policy, one) == [3]
     drafted(policy, (0, 3, 0))
-    assert set(policy.standing(load_of([one])) or ()) == {0}
+    assert standing(policy, load_of([one])) == {0}
 
 
 @pytest.mark.parametrize("method", [MODEL, NGRAM])
@@ -1015,7 +1023,8 @@ def test_forgotten_requests_leave_nothing() -> None:
     for request_id in range(6):
         policy.forget(request_id)
     assert not policy._probes._intervals
-    assert not policy._chosen
+    assert not policy._standing.by_model
+    assert not policy._standing.looks
 
 
 # -- summary and the fixed policy ------------------------------------------------------------------------------------
@@ -1115,3 +1124,52 @@ def test_what_stands_is_not_done_where_it_is_offered_no_more() -> None:
     load = load_of([by_ngram])
     assert policy.standing(load) is not None
     assert policy.join([by_ngram], load) == [NOTHING]
+
+
+def copying(promise: float, match: int, request_id: int = 0) -> DepthCandidate:
+    """A request whose n-grams promise that much a draft, behind a match of so many tokens."""
+    return DepthCandidate(request_id, (Offer(NGRAM, geometric(promise)),), 0, 8, 0, match)
+
+
+def held(policy: AdaptiveDepth, candidate: DepthCandidate) -> Chosen | None:
+    standing = policy.standing(load_of([candidate]))
+    assert standing is not None
+    return standing.of(candidate.request_id, candidate.match)
+
+
+def test_ngrams_that_did_not_pay_are_looked_at_again_once_they_match_more() -> None:
+    policy = adaptive()
+    assert ask(policy, [copying(0.01, 2)], load_of([copying(0.01, 2)])) == [NOTHING]
+    assert held(policy, copying(0.01, 1)) == NOTHING
+    assert held(policy, copying(0.99, 3)) is None
+    assert ask(policy, [copying(0.99, 3)], load_of([copying(0.99, 3)])) == [Chosen(NGRAM, 8)]
+
+
+def test_who_copies_to_the_end_goes_on_while_all_is_kept() -> None:
+    policy = adaptive()
+    one = copying(0.99, 3)
+    assert ask(policy, [one], load_of([one])) == [Chosen(NGRAM, 8)]
+    drafted(policy, (0, 8, 8))
+    assert held(policy, copying(0.01, 12)) == Chosen(NGRAM, 8), "nobody asks what it promises"
+    assert held(policy, copying(0.01, 2)) is None
+    drafted(policy, (0, 8, 7))
+    assert held(policy, copying(0.01, 12)) is None
+
+
+def test_who_may_get_deeper_by_a_longer_match_is_looked_at() -> None:
+    policy = adaptive()
+    one = copying(0.5, 3)
+    [choice] = ask(policy, [one], load_of([one]))
+    assert 0 < choice.depth < 8
+    drafted(policy, (0, choice.depth, choice.depth))
+    assert held(policy, copying(0.5, 3)) is None
+
+
+@pytest.mark.parametrize(("seconds", "dwell"), [(1.0, DWELL), (0.001, DWELL), (0.0004, 3 * DWELL)])
+def test_decisions_about_short_steps_stand_longer(seconds: float, dwell: int) -> None:
+    policy = adaptive(costs_by(lambda rows: seconds + 1e-9 * rows, lambda count: seconds))
+    one = candidate(0.01)
+    load = load_of([one])
+    assert policy.standing(load) is None
+    policy.choose([one], load)
+    assert [policy.standing(load) is None for _ in range(dwell)] == [False] * (dwell - 1) + [True]

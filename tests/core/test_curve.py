@@ -31,7 +31,14 @@ def test_a_span_is_the_curve_at_each_count(heights: list[float], first: int, cou
         assert curve.at(0) == at_zero
 
 
+@given(HEIGHTS, st.integers(1, 70), st.integers(1, 70))
+def test_the_least_rise_is_that_of_a_span(heights: list[float], first: int, count: int) -> None:
+    curve = Curve([3 * index + 1 for index in range(len(heights))], heights)
+    assert curve.least_rise(first, count) == pytest.approx(min(np.diff(curve.span(first, count))), abs=1e-9)
+
+
 def test_without_buckets_it_is_zero() -> None:
+    assert Curve([], []).least_rise(0, 3) == 0.0
     assert Curve([], []).span(0, 3) == [0.0] * 4
     assert Curve([], [], at_zero=0.0).at(7) == 0.0
 

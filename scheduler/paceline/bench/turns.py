@@ -25,6 +25,7 @@ from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.request import Request
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_counts import SpeculationCounts
+from paceline.core.standing import Standing
 from paceline.core.tenants import Tenants
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.delta import Output
@@ -239,7 +240,7 @@ class TimedPolicy(DepthPolicy):
     def choose(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         return self._timer.time(partial(self._policy.choose, candidates, load, slot_price=slot_price))
 
-    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> dict[int, Chosen] | None:
+    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> Standing | None:
         return self._timer.time(partial(self._policy.standing, load, slot_price=slot_price))
 
     def join(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:

@@ -23,18 +23,20 @@ from paceline.core.depth import (
     offer_by,
     within_bounds,
 )
-from paceline.core.method import DRAFT_MODEL
+from paceline.core.method import DRAFT_MODEL, NGRAM
 from paceline.core.ngram_slots import NgramProblem
 from paceline.core.priced_step import SHORTEST, PricedStep, plain_seconds
 from paceline.core.prices import Prices
 from paceline.core.probes import Probes
 from paceline.core.review import review
 from paceline.core.slots import BestSlots, SlotProblem
+from paceline.core.standing import Look, Standing
 
 MAX_DEPTH: Final = 8  # of any request, unless the operator fixes a higher depth for all
 # Steps between two decisions. Streams that begin together come to new blocks of KV together, and then a step takes
 # long; with no common factor, decisions meet such steps as often as others do.
 DWELL: Final = 7
+SHORT_STEP: Final = 0.001  # seconds; where steps take less, decisions stand for as many times seven of them
 PRICE_CHANGE: Final = 0.1  # tokens; of what a slot costs, since a decision, which calls for another
 HYSTERESIS: Final = 0.03  # of a step's worth, which a change of depth must bring
 EARNINGS_DECAY: Final = 0.5 ** (1 / 16)  # per step
@@ -53,9 +55,9 @@ class AdaptiveDepth:
     nearly what they would with no draft but those that bounds ask for, if that is more: the time of prompts is so much
     for each token to come, whatever the depth, and makes no other second cheaper.
 
-    A `DepthPolicy`. What the draft model does is decided as if there were no n-grams, and stands for `DWELL` steps
-    unless the load changes; who drafted is reviewed after every step. N-grams are looked at in every step: what they
-    have to propose, and how good that is, nobody knows before.
+    A `DepthPolicy`. What the draft model does is decided as if there were no n-grams, and stands for `DWELL` steps, or
+    some milliseconds, unless the load changes; who drafted is reviewed after every step. N-grams are looked at whenever
+    they promise something new: what they have to propose, and how good that is, nobody knows before.
     The number of passes changes once what was missed by keeping it adds up to `HYSTERESIS`. Requests whose draft model
     is idle and that do not copy when a decision is due, and one position more than anyone drafts, are probed now and
     then, for at most `PROBE_SHARE` of the time. That also pays for what requests lose that go on, not quite worth a
@@ -74,6 +76,7 @@ class AdaptiveDepth:
         self._least_factor = LEAST_SHARE  # of earned over spent, as of the last decision
         self._num_steps = 0
         self._decided_at: int | None = None
+        self._dwell = DWELL  # of that decision
         self._decided_for = (StepLoad(0, 0, 0, 0), 0.0)  # with the price of a slot
         self._num_passes = 0
         self._depth = 0  # the deepest by the draft model, as of the last decision
@@ -81,21 +84,21 @@ class AdaptiveDepth:
         self._next_price = 0.0  # tokens, of one slot more than the last decision took, verified
         self._pass_price = 0.0  # of a draft pass for one of many
         self._pass_prices: list[float] = []  # for each of its passes and one more: what one sequence adds
-        self._chosen: dict[int, Chosen] = {}  # by request, since the last decision, by the draft model
+        self._standing = Standing()  # since the last decision
         self._reviewed: set[int] = set()  # requests that have drafted since, for which nothing stands
         self._bound: set[int] = set()  # requests whose bounds leave no choice
-        self._probes = Probes(max_depth, DWELL)
+        self._probes = Probes(max_depth)
 
-    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> dict[int, Chosen] | None:
+    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> Standing | None:
         self._num_steps += 1
-        return None if self._is_due(load, slot_price) else self._chosen
+        return None if self._is_due(load, slot_price) else self._standing
 
     def join(self, candidates: Sequence[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
         """By the draft model what stands, what still pays or what the last decision's prices allow."""
         prices = self._prices(load, slot_price)
         by_model = [self._by_model(candidate, prices) for candidate in candidates]
         self._review(candidates, by_model, prices)
-        return NgramProblem(candidates, by_model, prices, self.max_depth).solve()
+        return self._look(candidates, by_model, prices)
 
     def _by_model(self, candidate: DepthCandidate, prices: Prices) -> Chosen:
         """What stands. For a new one, the best at the prices of the last decision and within its number of passes, if
@@ -104,14 +107,14 @@ class AdaptiveDepth:
         request_id, offer = candidate.request_id, offer_by(DRAFT_MODEL, candidate)
         if offer is None:  # which it may have had when that was decided
             return NOTHING
-        choice = self._chosen.get(request_id)
+        choice = self._standing.by_model.get(request_id)
         if choice is not None or request_id in self._reviewed:
             return choice or NOTHING
         price, most = self._next_price + self._pass_price, min(self._num_passes, candidate.reach(self.max_depth))
         depth = sum([survival > price for survival in offer.survivals[:most]])
         if sum(offer.survivals[:depth]) - depth * price <= prices.of_reading(candidate, offer):
             depth = 0
-        choice = self._chosen[request_id] = within_bounds(candidate, offer, depth)
+        choice = self._standing.by_model[request_id] = within_bounds(candidate, offer, depth)
         return choice
 
     def _review(self, candidates: Sequence[DepthCandidate], by_model: list[Chosen], prices: Prices) -> None:
@@ -131,7 +134,22 @@ class AdaptiveDepth:
         rows, budget = prices.load.rows + standing, prices.load.budget - standing - behind
         chosen = review(reviewed, offers, prices, rows, budget, self.max_depth)
         for index, candidate, choice in zip(indices, reviewed, chosen):
-            by_model[index] = self._chosen[candidate.request_id] = choice
+            by_model[index] = self._standing.by_model[candidate.request_id] = choice
+
+    def _look(self, candidates: Sequence[DepthCandidate], by_model: list[Chosen], prices: Prices) -> list[Chosen]:
+        """At n-grams: who drafts by them, and what of that holds for more than this step."""
+        chosen = NgramProblem(candidates, by_model, prices, self.max_depth).solve()
+        looks = self._standing.looks
+        for candidate, choice in zip(candidates, chosen):
+            if not candidate.match:
+                continue
+            if choice.method is not NGRAM:
+                looks[candidate.request_id] = Look(candidate.match)
+            elif choice.depth >= candidate.reach(self.max_depth):
+                looks[candidate.request_id] = Look(candidate.match, choice)
+            else:  # with a longer match, it may go deeper
+                looks.pop(candidate.request_id, None)
+        return chosen
 
     def _prices(self, load: StepLoad, slot_price: float) -> Prices:
         return Prices(self.costs, load, self._price_of_time(load), slot_price, self._pass_prices)
@@ -142,17 +160,18 @@ class AdaptiveDepth:
         before, candidates = self._decided_at, list(candidates)  # mypyc makes plain loops over lists
         self._least_factor = self._least_price_factor(candidates, load)
         by_model = self._decide(candidates, load, slot_price)
-        chosen = NgramProblem(candidates, by_model, self._prices(load, slot_price), self.max_depth).solve()
+        chosen = self._look(candidates, by_model, self._prices(load, slot_price))
         step = PricedStep(candidates, chosen, load, self.costs)
         deepest, second = max(choice.depth for choice in step.chosen), self._price_of_time(load)
         self.decision = Decision(deepest, step.slots, second)
         if before is None:
             self._probes.begin(step)
         passed, slot_seconds = 1 if before is None else self._num_steps - before, slot_price / second
+        self._dwell = DWELL * max(1, math.ceil(SHORT_STEP / step.seconds))
         self._probes.save(step, passed)
         # First, so that what only goes on counts as drafts whose price is to be checked.
-        for index in self._probes.go_on(step, by_model, slot_seconds, second):
-            self._chosen[candidates[index].request_id] = step.chosen[index]
+        for index in self._probes.go_on(step, by_model, slot_seconds, second, self._dwell):
+            self._standing.by_model[candidates[index].request_id] = step.chosen[index]
         if step.slots > 0 and self._probes.takes_plain_step(step, passed, self._num_steps):
             return [NOTHING] * len(candidates)
         self._probes.add_drafts(step, self._depth, slot_seconds, self._num_steps)
@@ -180,16 +199,20 @@ class AdaptiveDepth:
         if shape.kind is StepKind.DECODE:
             self._probes.saw_plain_step(self._num_steps)
         # What drafts will bring changes with what they brought, faster than what they cost.
-        for request_id, _, _ in outcome.drafts:
-            chosen = self._chosen.get(request_id)
+        by_model, looks = self._standing.by_model, self._standing.looks
+        for request_id, drafted, kept in outcome.drafts:
+            chosen = by_model.get(request_id)
             if chosen is not None and chosen.depth and request_id not in self._bound:
-                del self._chosen[request_id]
+                del by_model[request_id]
                 self._reviewed.add(request_id)
+            look = looks.get(request_id)
+            if look is not None and look.choice.depth and kept < drafted:
+                del looks[request_id]
         self._earned += (1 - EARNINGS_DECAY) * (outcome.emitted / decodes - self._earned)
         self._spent += (1 - EARNINGS_DECAY) * (seconds / max(plain, SHORTEST) - self._spent)
 
     def forget(self, request_id: int) -> None:
-        self._chosen.pop(request_id, None)
+        self._standing.forget(request_id)
         self._reviewed.discard(request_id)
         self._bound.discard(request_id)
         self._probes.forget(request_id)
@@ -206,10 +229,10 @@ class AdaptiveDepth:
 
     def _least_price_factor(self, candidates: list[DepthCandidate], load: StepLoad) -> float:
         """What drafting as little as bounds allow makes of the price of time, or hardly less."""
+        if not any([candidate.lowest for candidate in candidates]):
+            return LEAST_SHARE
         # Bounds ask for drafts of the first offer, which is the only one where they do.
         asked = [within_bounds(candidate, candidate.offers[0], 0) for candidate in candidates]
-        if not any([choice.depth for choice in asked]):
-            return LEAST_SHARE
         decodes = replace(load, rows=load.sampling)
         least, plain = (
             PricedStep(candidates, chosen, decodes, self.costs) for chosen in (asked, [NOTHING] * len(asked))
@@ -223,7 +246,7 @@ class AdaptiveDepth:
         before, price_before = self._decided_for
         return (
             self._decided_at is None
-            or self._num_steps - self._decided_at >= DWELL
+            or self._num_steps - self._decided_at >= self._dwell
             or 8 * abs(load.sampling - before.sampling) > before.sampling
             or abs(slot_price - price_before) > PRICE_CHANGE
             or (load.rows != before.rows and abs(self._row_price(load) - self._row_price(before)) > PRICE_CHANGE)
@@ -249,9 +272,9 @@ class AdaptiveDepth:
         self._next_price = problem.next_price(best)
         self._pass_price, self._pass_prices = problem.pass_price, problem.pass_prices(best)
         self._decided_at, self._decided_for = self._num_steps, (load, slot_price)
-        self._chosen, self._reviewed, self._bound = {}, set(), set()
+        self._standing, self._reviewed, self._bound = Standing(), set(), set()
         for candidate, choice in zip(candidates, chosen):
-            self._chosen[candidate.request_id] = choice
+            self._standing.by_model[candidate.request_id] = choice
             if candidate.lowest >= candidate.highest:
                 self._bound.add(candidate.request_id)
             if choice.depth:

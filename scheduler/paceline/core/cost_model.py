@@ -60,7 +60,8 @@ class StepKind(enum.StrEnum):
     MIXED = "mixed"  # with prompt chunks
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, and with a constructor of its own, because those that are generated take ten times as long.
+@dataclass(init=False, slots=True)
 class StepShape:
     """What a step's cost depends on.
 
@@ -74,10 +75,26 @@ class StepShape:
 
     rows: int
     context: int
-    draft_passes: tuple[int, ...] = ()
-    draft_rows: int = 0
-    kind: StepKind = StepKind.DECODE
-    sequences: int = 0
+    draft_passes: tuple[int, ...]
+    draft_rows: int
+    kind: StepKind
+    sequences: int
+
+    def __init__(
+        self,
+        rows: int,
+        context: int,
+        draft_passes: tuple[int, ...] = (),
+        draft_rows: int = 0,
+        kind: StepKind = StepKind.DECODE,
+        sequences: int = 0,
+    ) -> None:
+        self.rows = rows
+        self.context = context
+        self.draft_passes = draft_passes
+        self.draft_rows = draft_rows
+        self.kind = kind
+        self.sequences = sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +216,10 @@ class CostModel:
         same = self._first_bucket + self._per_context * context + self._per_sequence * sequences
         return [same + more for more in self._more.span(rows, count)]
 
+    def least_rise(self, rows: int, count: int) -> float:
+        """Seconds by which one row makes a step longer that has `rows` to `rows + count` of them, at the least."""
+        return self._more.least_rise(rows, count)
+
     def draft_passes(self, count: int) -> list[float]:
         """Seconds of one draft pass over 0, 1, ... `count` sequences, [count + 1]; none cost nothing."""
         return self._pass.span(0, count)
@@ -221,16 +242,16 @@ class CostModel:
 
     def step(self, shape: StepShape) -> float:
         """Seconds of a whole step."""
-        return self.target(shape.rows, shape.context, shape.sequences) + self.drafting(shape)
+        of_target = self.target(shape.rows, shape.context, shape.sequences)
+        return of_target + self.drafting(shape.draft_passes, shape.draft_rows)
 
-    def drafting(self, shape: StepShape) -> float:
-        """Seconds of it that the draft model takes."""
-        if not (shape.draft_passes or shape.draft_rows):
+    def drafting(self, passes: Sequence[int], rows: int) -> float:
+        """Seconds that the draft model takes: passes by so many sequences each, and rows that it reads besides."""
+        if not (passes or rows):
             return 0.0
-        passes = shape.draft_passes
         if not passes and not self.reading_seconds:
             passes = (1,)  # reading alone, for drafts to come, is a pass too
-        return self.passes(passes) + self.draft_rows(shape.draft_rows)
+        return self.passes(passes) + self.draft_rows(rows)
 
     # -- observations -------------------------------------------------------------------------------------------------
 
@@ -326,7 +347,7 @@ class CostModel:
         return min(self._doubts[index] + passed * DRIFT**2, FIRST_DOUBT**2)
 
     def _correct_draft(self, shape: StepShape, observed: float) -> None:
-        error = self._draft_outliers.error(observed, self.drafting(shape))
+        error = self._draft_outliers.error(observed, self.drafting(shape.draft_passes, shape.draft_rows))
         if error is None:
             return
         factor = 1.0 + GAIN * error
@@ -370,7 +391,6 @@ class CostModel:
         return cls(**data)
 
 
-@dataclass(frozen=True, slots=True)
 class _TargetError:
     """How a step went.
 
@@ -379,9 +399,12 @@ class _TargetError:
         error: bounded observed / predicted - 1.
     """
 
-    rows: int
-    predicted: float
-    error: float
+    __slots__ = ("error", "predicted", "rows")
+
+    def __init__(self, rows: int, predicted: float, error: float) -> None:
+        self.rows = rows
+        self.predicted = predicted
+        self.error = error
 
     @property
     def seconds(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from math import inf
 
 
 class Curve:
@@ -49,6 +50,21 @@ class Curve:
         if first == 0 and self._at_zero is not None:
             values[0] = self._at_zero
         return values
+
+    def least_rise(self, first: int, count: int) -> float:
+        """From one count to the next, wherever between `first` and `first + count` that is least."""
+        bucket, last, buckets = bisect_right(self._buckets, first) - 1, self._last, self._buckets
+        if bucket < 0 or last < 1:
+            return 0.0
+        least = inf
+        while bucket < last and buckets[bucket] < first + count:
+            slope = self._rises[bucket] / (buckets[bucket + 1] - buckets[bucket])
+            if slope < least:
+                least = slope
+            bucket += 1
+        if bucket >= last and buckets[last] < first + count:  # as between the last two
+            least = min(least, self._rises[last - 1] / (buckets[last] - buckets[last - 1]))
+        return self._scale * least if least < inf else 0.0
 
     def heights(self) -> list[float]:
         """At each bucket."""

@@ -34,25 +34,35 @@ class DepthCandidate:
         offers: one, or two by different methods.
         lowest, highest: bounds that the choice keeps; an offer that cannot reach `lowest` goes as deep as it can.
         steps_without_model: decode steps since its draft model last drafted.
+        match: tokens that agree before the first proposal of its n-grams; 0 if they offer nothing.
     """
 
-    __slots__ = ("highest", "lowest", "offers", "request_id", "steps_without_model")
+    __slots__ = ("highest", "lowest", "match", "offers", "request_id", "steps_without_model")
 
     def __init__(
-        self, request_id: int, offers: tuple[Offer, ...], lowest: int, highest: int, steps_without_model: int = 0
+        self,
+        request_id: int,
+        offers: tuple[Offer, ...],
+        lowest: int,
+        highest: int,
+        steps_without_model: int = 0,
+        match: int = 0,
     ) -> None:
         self.request_id = request_id
         self.offers = offers
         self.lowest = lowest
         self.highest = highest
         self.steps_without_model = steps_without_model
+        self.match = match
 
     def reach(self, max_depth: int) -> int:
         """How deep it may draft where nobody goes deeper than that, unless bounds ask for it."""
         return max(self.lowest, min(self.highest, max_depth))
 
 
-@dataclass(frozen=True, slots=True)
+# Of this, and of outcomes and decisions, there are some in every few steps; generated constructors take ten times as
+# long.
+@dataclass(init=False, slots=True)
 class StepLoad:
     """The step so far, before any draft.
 
@@ -68,6 +78,12 @@ class StepLoad:
     sampling: int
     budget: int
 
+    def __init__(self, rows: int, context: int, sampling: int, budget: int) -> None:
+        self.rows = rows
+        self.context = context
+        self.sampling = sampling
+        self.budget = budget
+
 
 class Chosen(NamedTuple):
     """What a request drafts; the method is NONE if the depth is 0."""
@@ -76,7 +92,7 @@ class Chosen(NamedTuple):
     depth: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class Outcome:
     """What a finished step brought.
 
@@ -94,8 +110,24 @@ class Outcome:
     emitted: int
     drafts: tuple[tuple[int, int, int], ...]
 
+    def __init__(
+        self,
+        shape: StepShape,
+        draft_seconds: float,
+        seconds: float,
+        decodes: int,
+        emitted: int,
+        drafts: tuple[tuple[int, int, int], ...],
+    ) -> None:
+        self.shape = shape
+        self.draft_seconds = draft_seconds
+        self.seconds = seconds
+        self.decodes = decodes
+        self.emitted = emitted
+        self.drafts = drafts
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(init=False, slots=True)
 class Decision:
     """The last choice in numbers, for statistics.
 
@@ -105,9 +137,14 @@ class Decision:
         price_of_time: tokens that a second is worth.
     """
 
-    depth: int = 0
-    slots: int = 0
-    price_of_time: float = 0.0
+    depth: int
+    slots: int
+    price_of_time: float
+
+    def __init__(self, depth: int = 0, slots: int = 0, price_of_time: float = 0.0) -> None:
+        self.depth = depth
+        self.slots = slots
+        self.price_of_time = price_of_time
 
 
 NOTHING: Final = Chosen(NO_METHOD, 0)

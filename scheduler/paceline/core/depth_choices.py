@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, StepLoad
 from paceline.core.depth_policy import DepthPolicy
-from paceline.core.method import NGRAM, Method
+from paceline.core.method import Method
 
 
 def choose_depths(
@@ -14,6 +14,7 @@ def choose_depths(
     load: StepLoad,
     request_ids: list[int],
     highest: list[dict[Method, int]],
+    matches: list[int],
     candidates: Callable[[Sequence[int]], list[DepthCandidate]],
     *,
     slot_price: float = 0.0,
@@ -22,14 +23,15 @@ def choose_depths(
 
     Args:
         highest: how deep each request may draft by each method that it may use.
+        matches: tokens that agree before the first proposal of its n-grams; 0 if they have none, or may not draft.
         candidates: makes those of the requests at these indices.
     """
     standing = policy.standing(load, slot_price=slot_price)
     if standing is not None:
         joining, chosen, drafts = [], [], 0
         for index, request_id in enumerate(request_ids):
-            choice = standing.get(request_id)
-            if choice is None or NGRAM in highest[index]:
+            choice = standing.of(request_id, matches[index])
+            if choice is None:
                 joining.append(index)
                 choice = NOTHING
             chosen.append(choice)

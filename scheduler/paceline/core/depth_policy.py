@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from paceline.core.depth import Chosen, Decision, DepthCandidate, Outcome, StepLoad, within_bounds
+from paceline.core.standing import Standing
 
 
 class DepthPolicy(Protocol):
@@ -26,9 +27,8 @@ class DepthPolicy(Protocol):
         """
         ...
 
-    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> dict[int, Chosen] | None:
-        """What was chosen before, by request, if that holds for this step too. Then only those join of whom nothing
-        stands, and those for whom n-grams have something to propose: that is known for one step alone.
+    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> Standing | None:
+        """What was chosen before, if that holds for this step too. Then only those join of whom nothing stands.
 
         Asked once for each step, before `choose`; None calls for that.
         """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, offer_by
 from paceline.core.method import DRAFT_MODEL, NGRAM
 from paceline.core.prices import Prices
-from paceline.core.slot_order import Run, best_count, best_depths
+from paceline.core.slot_order import Run, best_count, best_depths, that_may_pay
 
 
 class NgramProblem:
@@ -34,10 +34,11 @@ class NgramProblem:
         self._slot_prices: list[float] = []  # of 0, 1, ... slots beside the step without drafts of any of these
 
     def solve(self) -> list[Chosen]:
-        matched = self._matched()
+        drafts = sum([choice.depth for choice in self.standing])
+        matched = self._matched(drafts)
         if not matched:
             return self.standing
-        slots = sum([choice.depth for choice in self.standing]) + sum([len(gains) for gains in matched.values()])
+        slots = drafts + sum([len(gains) for gains in matched.values()])
         self._slot_prices = self.prices.of_slots(self.prices.load.rows, slots)
         copying = self._copying(matched)
         if not any([self.standing[index].depth for index in matched]):
@@ -50,13 +51,24 @@ class NgramProblem:
                 best, value = chosen, worth
         return best
 
-    def _matched(self) -> dict[int, list[float]]:
-        """What n-grams offer, by index. Bounds are for the draft model to keep, where there is one."""
-        matched = {}
+    def _matched(self, drafts: int) -> dict[int, list[float]]:
+        """What n-grams offer that may pay, by index. Bounds are for the draft model to keep, where there is one.
+
+        Args:
+            drafts: that stand.
+        """
+        offered = {}
         for index, candidate in enumerate(self.candidates):
             offer = offer_by(NGRAM, candidate)
             if offer is not None and not (candidate.lowest and offer_by(DRAFT_MODEL, candidate)):
-                matched[index] = offer.survivals[: candidate.reach(self.max_depth)]
+                offered[index] = offer.survivals[: candidate.reach(self.max_depth)]
+        least = self.prices.least_rise(
+            self.prices.load.rows, drafts + sum([len(survivals) for survivals in offered.values()])
+        )
+        matched = {}
+        for index, survivals in offered.items():
+            if gains := that_may_pay(survivals, least, self.candidates[index].lowest):
+                matched[index] = gains
         return matched
 
     def _copying(self, matched: dict[int, list[float]]) -> dict[int, list[float]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.core.cost_model import CostModel, StepShape
+from paceline.core.cost_model import CostModel
 from paceline.core.depth import Chosen, DepthCandidate, Offer, StepLoad, offer_by
 from paceline.core.method import DRAFT_MODEL
 
@@ -94,6 +94,5 @@ class PricedStep:
 
     def _predict(self) -> float:
         load = self.load
-        rows = load.rows + self.slots
-        shape = StepShape(rows, load.context, tuple(self._passes), self.catch_up, sequences=load.sampling)
-        return max(self.costs.step(shape), SHORTEST)
+        seconds = self.costs.target(load.rows + self.slots, load.context, load.sampling)
+        return max(seconds + self.costs.drafting(self._passes, self.catch_up), SHORTEST)

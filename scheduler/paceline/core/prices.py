@@ -34,6 +34,10 @@ class Prices:
         first = targets[0]
         return [self.second * (s - first) + self.slot_price * index for index, s in enumerate(targets)]
 
+    def least_rise(self, rows: int, count: int) -> float:
+        """Of one slot, wherever among `count` beside so many rows that is least: none that brings less can pay."""
+        return self.second * self.costs.least_rise(rows, count) + self.slot_price
+
     def of_drafting(self, candidate: DepthCandidate, offer: Offer, depth: int) -> float:
         """What the draft model adds for so many drafts of one request, what it has to read before included."""
         last = len(self.passes) - 1

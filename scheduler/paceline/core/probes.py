@@ -35,15 +35,13 @@ class Probes:
         seconds: saved for drafts, not yet spent.
     """
 
-    def __init__(self, max_depth: int, dwell: int) -> None:
+    def __init__(self, max_depth: int) -> None:
         """
         Args:
             max_depth: of any request, unless bounds ask for more.
-            dwell: steps for which a decision stands.
         """
         self.seconds = 0.0
         self._max_depth = max_depth
-        self._dwell = dwell
         self._plain_seconds = 0.0  # saved for steps without drafts, not yet spent
         self._plain_at = 0  # the last of those
         self._deeper_at = 0
@@ -95,7 +93,9 @@ class Probes:
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def go_on(self, step: PricedStep, standing: list[Chosen], slot_seconds: float, second: float) -> list[int]:
+    def go_on(
+        self, step: PricedStep, standing: list[Chosen], slot_seconds: float, second: float, dwell: int
+    ) -> list[int]:
         """Let requests whose draft model is up to date go on by one draft even if that does not quite pay, the
         likeliest first, until the next decision.
 
@@ -107,6 +107,7 @@ class Probes:
             standing: what each does by its draft model.
             slot_seconds: what a slot costs besides its time, in time.
             second: what it is worth, in tokens.
+            dwell: steps for which the decision stands.
 
         Returns:
             Who goes on, as indices.
@@ -127,9 +128,9 @@ class Probes:
         for number, ((_, offer), seconds) in enumerate(zip(ready, first_drafts), 1):
             earned += offer.survivals[0] / second
             loses = seconds - earned + slot_seconds * number
-            if loses <= earned and self._dwell * loses <= self.seconds:
+            if loses <= earned and dwell * loses <= self.seconds:
                 count, lost = number, loses
-        self.seconds -= self._dwell * max(lost, 0.0)
+        self.seconds -= dwell * max(lost, 0.0)
         for index, offer in ready[:count]:
             step.draft_one_more(index, offer)
         return [index for index, _ in ready[:count]]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.core.depth import Chosen, DepthCandidate, Offer, within_bounds
 from paceline.core.prices import Prices
-from paceline.core.slot_order import Run, best_depths
+from paceline.core.slot_order import Run, best_depths, that_may_pay
 
 
 def review(
@@ -28,11 +28,14 @@ def review(
         rows: of the step without the drafts of any of these.
     """
     last = len(prices.passes) - 1
+    most = sum([len(offer.survivals) for offer in offers])
+    least = prices.least_rise(rows, most)
     runs = []
     for index, (candidate, offer) in enumerate(zip(candidates, offers)):
         survivals = offer.survivals[: candidate.reach(max_depth)]
         gains = [survival - prices.passes[min(position, last)] for position, survival in enumerate(survivals)]
-        runs.append(Run(index, max(candidate.lowest, int(not candidate.steps_without_model)), gains))
+        asked = max(candidate.lowest, int(not candidate.steps_without_model))
+        runs.append(Run(index, asked, that_may_pay(gains, least, asked)))
     depths = best_depths(runs, budget, prices.of_slots(rows, sum([len(run.gains) for run in runs])))
     return [
         within_bounds(candidate, offer, depths[index])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from typing import Final
 
 ASKED: Final = 1e6  # rank of a slot that bounds ask for: before all others
@@ -40,7 +39,7 @@ def best_depths(runs: Sequence[Run], budget: int, prices: list[float]) -> dict[i
     ranks: list[float] = []
     owners: list[int] = []
     gains: list[float] = []
-    asked, least = 0, least_rise(prices)
+    asked = 0
     for run in runs:
         worst = 1.0
         for position, gain in enumerate(run.gains):
@@ -48,13 +47,14 @@ def best_depths(runs: Sequence[Run], budget: int, prices: list[float]) -> dict[i
             if position < run.asked:
                 asked += 1
                 ranks.append(position - ASKED)
-            elif gain <= least and position:
-                break  # nor does anything behind it gain
             else:
                 ranks.append(-worst)
             owners.append(run.index)
             gains.append(gain)
-    order = sorted(range(len(ranks)), key=ranks.__getitem__)[: max(0, budget)]
+    slots = list(range(len(ranks)))
+    if len(runs) > 1:
+        slots.sort(key=ranks.__getitem__)
+    order = slots[: max(0, budget)]
     count, _ = best_count([gains[slot] for slot in order], prices, asked)
     depths = {run.index: 0 for run in runs}
     for slot in order[:count]:
@@ -62,12 +62,12 @@ def best_depths(runs: Sequence[Run], budget: int, prices: list[float]) -> dict[i
     return depths
 
 
-def least_rise(prices: list[float]) -> float:
-    """What one slot costs more than those before it, wherever that is least."""
-    least = inf
-    for index in range(1, len(prices)):
-        least = min(least, prices[index] - prices[index - 1])
-    return least
+def that_may_pay(gains: list[float], least: float, asked: int = 0) -> list[float]:
+    """Without the last ones that bring no more than the least that a slot costs, but for those that are asked for."""
+    end = len(gains)
+    while end > asked and gains[end - 1] <= least:
+        end -= 1
+    return gains[:end]
 
 
 def best_count(gains: list[float], prices: list[float], asked: int = 0) -> tuple[int, float]:

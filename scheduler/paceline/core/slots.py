@@ -8,7 +8,7 @@ from typing import Final
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, StepLoad, offer_by
 from paceline.core.method import DRAFT_MODEL
-from paceline.core.slot_order import ASKED, least_rise
+from paceline.core.slot_order import ASKED, that_may_pay
 
 CATCH_UP_HORIZON: Final = 64  # steps over which a request that drafts again pays for what its draft model missed
 
@@ -64,7 +64,7 @@ class SlotProblem:
         self.load = load
         self.second = second
         self.slot_price = slot_price
-        runs = self.runs = _runs(candidates, load.budget, costs, max_depth)
+        runs = self.runs = self._runs(candidates, costs, max_depth)
         num_slots = sum([len(run.survivals) for run in runs])
         self.more = max(1, len(runs))  # slots, behind all of these, whose cost is looked at
         self.targets = costs.targets(load.rows, num_slots + self.more, load.context, load.sampling)
@@ -81,13 +81,10 @@ class SlotProblem:
     def _slots(self) -> list[_Slot]:
         """In the order in which they are taken, whatever the number of passes."""
         slots = []
-        least = self.slot_price + self.second * least_rise(self.targets)
         for index, run in enumerate(self.runs):
             price = self.second * run.reading / len(run.survivals)
             for position, survival in enumerate(run.survivals):
                 is_asked = position < run.asked
-                if survival <= least and not is_asked:
-                    break  # nor does anything behind it gain
                 rank = position - ASKED if is_asked else price - survival
                 rows, reading = (1 + run.catch_up, run.reading) if position == 0 else (1, 0.0)
                 slots.append(
@@ -166,9 +163,34 @@ class SlotProblem:
         least = self.second * min(self.first_pass[1], self.later_pass[1])
         longest = max([len(run.survivals) for run in self.runs])
         most = max([min(passes, longest), *[run.asked for run in self.runs]])
-        while most < longest and least < sum([run.survivals[most] for run in self.runs if most < len(run.survivals)]):
+        while most < longest:
+            gain = 0.0
+            for run in self.runs:
+                if most < len(run.survivals):
+                    gain += run.survivals[most]
+            if gain <= least:
+                break
             most += 1
         return most
+
+    def _runs(self, candidates: list[DepthCandidate], costs: CostModel, max_depth: int) -> list[_Run]:
+        """What may pay, less what does not fit the budget for all that must be read before, short ones first."""
+        offers = [offer_by(DRAFT_MODEL, candidate) for candidate in candidates]
+        fitting = _fitting(offers, self.load.budget)
+        most = sum([len(offer.survivals) for offer in offers if offer is not None])
+        least = self.slot_price + self.second * costs.least_rise(self.load.rows, most)
+        runs = []
+        for owner, offer in enumerate(offers):
+            if offer is None or (offer.catch_up and owner not in fitting):
+                continue
+            candidate = candidates[owner]
+            survivals = offer.survivals[: candidate.reach(max_depth)]
+            asked = min(candidate.lowest, len(survivals))
+            survivals = that_may_pay(survivals, least, asked)
+            if survivals:
+                reading, forward = reading_seconds(costs, candidate, offer)
+                runs.append(_Run(owner, survivals, asked, offer.catch_up, reading, forward))
+        return runs
 
 
 class _Slot:
@@ -233,23 +255,6 @@ class _Run:
         self.catch_up = catch_up
         self.reading = reading
         self.forward = forward
-
-
-def _runs(candidates: list[DepthCandidate], budget: int, costs: CostModel, max_depth: int) -> list[_Run]:
-    """Less what does not fit the budget for all that must be read before, short ones first."""
-    offers = [offer_by(DRAFT_MODEL, candidate) for candidate in candidates]
-    fitting = _fitting(offers, budget)
-    runs = []
-    for owner, offer in enumerate(offers):
-        if offer is None or (offer.catch_up and owner not in fitting):
-            continue
-        candidate = candidates[owner]
-        survivals = offer.survivals[: candidate.reach(max_depth)]
-        if survivals:
-            asked = min(candidate.lowest, len(survivals))
-            reading, forward = reading_seconds(costs, candidate, offer)
-            runs.append(_Run(owner, survivals, asked, offer.catch_up, reading, forward))
-    return runs
 
 
 def reading_seconds(costs: CostModel, candidate: DepthCandidate, offer: Offer) -> tuple[float, float]:

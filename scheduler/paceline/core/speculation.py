@@ -86,14 +86,19 @@ class SpeculationControl:
             highest: the depth of each by each method that it may use, none of them 0.
             slot_price: tokens that a draft slot must earn besides its time.
         """
-        ids = [request.request_id for request in requests]
+        allowed = [
+            # n-grams may have nothing to propose: only a model can promise a lowest depth.
+            {DRAFT_MODEL: limits[DRAFT_MODEL]} if request.speculation.min_depth and DRAFT_MODEL in limits else limits
+            for request, limits in zip(requests, highest)
+        ]
         chosen = choose_depths(
             self.policy,
             load,
-            ids,
-            highest,
+            [request.request_id for request in requests],
+            allowed,
+            [request.match if NGRAM in limits else 0 for request, limits in zip(requests, allowed)],
             lambda indices: self._candidates(
-                [requests[i] for i in indices], [highest[i] for i in indices], load.budget
+                [requests[i] for i in indices], [allowed[i] for i in indices], load.budget
             ),
             slot_price=slot_price,
         )
@@ -118,14 +123,9 @@ class SpeculationControl:
         return self.policy.may_draft(survival, sequences, sequences * request.num_tokens)
 
     def _candidates(
-        self, requests: list[Request], highest: list[dict[Method, int]], budget: int
+        self, requests: list[Request], allowed: list[dict[Method, int]], budget: int
     ) -> list[DepthCandidate]:
         """What the policy chooses among: each request with the depths that it may have."""
-        allowed = [
-            # n-grams may have nothing to propose: only a model can promise a lowest depth.
-            {DRAFT_MODEL: limits[DRAFT_MODEL]} if request.speculation.min_depth and DRAFT_MODEL in limits else limits
-            for request, limits in zip(requests, highest)
-        ]
         candidates = []
         for request, limits in zip(requests, allowed):
             # The newest tokens are read by the first pass anyway. What does not fit a step is read in parts, of which
@@ -141,7 +141,8 @@ class SpeculationControl:
             lowest = min(request.speculation.min_depth, most)
             drafts = any([work.num_drafts and work.method is DRAFT_MODEL for work in request.pending])
             idle = 0 if drafts else request.steps_without_model
-            candidates.append(DepthCandidate(request.request_id, offers, lowest, most, idle))
+            match = request.match if NGRAM in limits else 0
+            candidates.append(DepthCandidate(request.request_id, offers, lowest, most, idle, match))
         return candidates
 
     def _survivals(self, request: Request, method: Method, depth: int) -> list[float]:

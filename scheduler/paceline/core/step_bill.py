@@ -8,7 +8,6 @@ waits for memory cost about nothing. What the cost model says is stretched to wh
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from paceline.core.cost_model import CostModel, StepShape
@@ -33,7 +32,6 @@ class DraftPrice(NamedTuple):
 FREE: Final = DraftPrice()
 
 
-@dataclass(frozen=True, slots=True)
 class StepBill:
     """In seconds, one entry for each work of the plan.
 
@@ -42,8 +40,11 @@ class StepBill:
         drafts: what those of each did, by the cost model.
     """
 
-    charges: list[float]
-    drafts: list[DraftPrice]
+    __slots__ = ("charges", "drafts")
+
+    def __init__(self, charges: list[float], drafts: list[DraftPrice]) -> None:
+        self.charges = charges
+        self.drafts = drafts
 
 
 def write_bill(
@@ -74,7 +75,7 @@ def write_bill(
     plain = costs.target(shape.rows - slots, 0, shape.sequences)
     without = costs.target(shape.rows - slots, shape.context, shape.sequences)
     slot = (costs.target(shape.rows, 0) - costs.target(shape.rows - slots, 0)) / slots if slots else 0.0
-    passes, drafting = _shares_of_passes(costs, shape), costs.drafting(shape)
+    passes, drafting = _shares_of_passes(costs, shape), costs.drafting(shape.draft_passes, shape.draft_rows)
     reading = drafting - costs.passes(shape.draft_passes)
     predicted = without + slots * slot + drafting
     stretch = seconds / predicted if predicted > 0.0 else 0.0

@@ -252,6 +252,7 @@ def _choose(policy: DepthPolicy, streams: Sequence[_Stream], estimator: Acceptan
         load,
         [stream.request_id for stream in drafting],
         [{Method.DRAFT_MODEL: stream.highest} for stream in drafting],
+        [0] * len(drafting),  # no n-grams
         lambda indices: [candidate(drafting[index]) for index in indices],
     )
     depth_of = {stream.request_id: choice.depth for stream, choice in zip(drafting, chosen, strict=True)}
