@@ -284,7 +284,10 @@ ROWS = [
 
 
 # What no row ends with. Slow readers have tests of their own, and the last two are for what has no reason of its own.
-ELSEWHERE = {Reason.MODEL_LOADING, Reason.SLOW_CONSUMER, Reason.RESOURCE_EXHAUSTED, Reason.UNAVAILABLE}
+ELSEWHERE = {
+    *(Reason.MODEL_LOADING, Reason.SLOW_CONSUMER, Reason.RESOURCE_EXHAUSTED, Reason.UNAVAILABLE),
+    Reason.NOT_FINITE,  # e2e/test_not_finite.py
+}
 
 
 def documented() -> dict[str, tuple[str, str]]:
