@@ -357,6 +357,15 @@ async def test_messages_and_metadata_that_are_too_large_never_reach_us(free: Ser
     assert [response async for response in free.stub.Generate(request())]
 
 
+async def test_metadata_of_up_to_16_kib_is_taken_and_of_more_is_not(free: Serving) -> None:
+    """Each time: gRPC would refuse what is a little more now and then."""
+    for _ in range(10):
+        fits, much = ([("x-much", "x" * (size << 10))] for size in (15, 17))
+        assert [response async for response in free.stub.Generate(request(max_tokens=1), metadata=fits)]
+        error = await failure(free.stub.Generate(request(max_tokens=1), metadata=much))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_the_documented_table_is_the_one_in_code() -> None:
     assert {reason: code for reason, (code, _) in documented().items()} == {
         reason.value: STATUS_RULES[reason].code.name for reason in Reason
