@@ -96,7 +96,7 @@ def _mirrored(engine: Engine, runner: StepRunner) -> Iterator[str]:
     host: Any = getattr(runner, "host", runner)
     if host.sequences.keys() != told:
         yield f"mirrors of {_some(host.sequences.keys() ^ told)}, other than those that the next plan releases"
-    holders = {"failed requests": host._exhausted - told}
+    holders = {"failed requests": host._failed.keys() - told}
     for method, drafter in host.drafters.items():
         if isinstance(drafter, Ngram):
             holders[f"indexes of {method}"] = drafter._indexes.keys() - told

@@ -251,7 +251,7 @@ def serve(
         insecure=insecure,
         reflection=reflection,
         health=health,
-        max_message_bytes=max_message_size,
+        max_message_size=max_message_size,
         keepalive=keepalive,
         metrics_port=metrics_port,
         metrics_host=metrics_host,
@@ -310,7 +310,7 @@ def generate(
     """Complete prompts as one batch, offline or by a server; texts stream to the terminal in the prompts' order."""
     _check_effect(context, server, draft, depth)
     prompts = [_from_stdin() if prompt == "-" else prompt for prompt in prompts]
-    terminal = _InTurn([prompt for prompt in prompts for _ in range(n)])
+    terminal = _InTurn(prompts, n)
     options: Any = {
         "n": n,
         "max_tokens": max_tokens,
@@ -474,28 +474,38 @@ def _progress(text: str) -> Iterator[Callable[[int], None]]:
 class _InTurn:
     """Prints the texts of a batch one after the other: the first that has not ended as it comes, those behind it after.
 
-    Several prompts get a heading each.
+    Several texts get a heading each.
+
+    Args:
+        n: texts of each prompt. Not checked: whoever is asked for them does that.
     """
 
-    def __init__(self, prompts: list[str]) -> None:
-        self._headings = [f"==> {prompt}\n" if len(prompts) > 1 else "" for prompt in prompts]
-        self._waiting: list[list[str]] = [[heading] for heading in self._headings]
-        self._ended = [False] * len(prompts)
+    def __init__(self, prompts: list[str], n: int) -> None:
+        self._prompts, self._n = prompts, n
+        self._count = len(prompts) * n
+        self._waiting: dict[int, list[str]] = {}
+        self._ended: set[int] = set()
         self._turn = 0
 
     def add(self, index: int, text: str) -> None:
-        self._waiting[index].append(text)
+        self._of(index).append(text)
         self._print()
 
     def finish(self, index: int) -> None:
-        self._waiting[index].append("\n\n" if self._headings[index] else "\n")
-        self._ended[index] = True
+        self._of(index).append("\n\n" if self._count > 1 else "\n")
+        self._ended.add(index)
         self._print()
 
+    def _of(self, index: int) -> list[str]:
+        """What is not printed yet of a text."""
+        if index not in self._waiting:
+            self._waiting[index] = [f"==> {self._prompts[index // self._n]}\n" if self._count > 1 else ""]
+        return self._waiting[index]
+
     def _print(self) -> None:
-        while self._turn < len(self._waiting):
-            print("".join(self._waiting[self._turn]), end="", flush=True)
-            self._waiting[self._turn].clear()
-            if not self._ended[self._turn]:
+        while self._turn < self._count:
+            print("".join(self._of(self._turn)), end="", flush=True)
+            self._of(self._turn).clear()
+            if self._turn not in self._ended:
                 return
             self._turn += 1

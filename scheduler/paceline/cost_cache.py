@@ -75,14 +75,18 @@ def key_of(
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def load(key: str) -> CostModel | None:
-    """The model that was saved under a key; None if there is none that can be used."""
+def load(key: str, *, drafts: bool) -> CostModel | None:
+    """The model that was saved under a key; None if there is none that can be used.
+
+    Args:
+        drafts: it has to know what passes of a draft model cost.
+    """
     folder = cache_folder()
     if folder is None:
         return None
     path = folder / _file(key)
     try:
-        model = _read(json.loads(path.read_bytes()), key)
+        model = _read(json.loads(path.read_bytes()), key, drafts)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -125,12 +129,15 @@ def _file(key: str) -> str:
     return f"costs-{key[:16]}.json"
 
 
-def _read(data: Any, key: str) -> CostModel:
+def _read(data: Any, key: str, drafts: bool) -> CostModel:
     if not isinstance(data, dict) or data.keys() != {"key", "costs"}:
         raise ValueError("it holds something else")
     if data["key"] != key:
         raise ValueError("it was measured for something else")
-    return CostModel.from_dict(data["costs"])
+    model = CostModel.from_dict(data["costs"])
+    if drafts and not data["costs"]["sequences"]:
+        raise ValueError("it says nothing of passes of the draft model")
+    return model
 
 
 def _checkpoint(folder: Path) -> list[Any]:

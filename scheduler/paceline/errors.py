@@ -13,6 +13,7 @@
     |  +- QueueTimeout        it waited for as long as it wanted to wait
     +- DeadlineExceeded       the caller's time ran out
     +- Cancelled              the caller, or somebody for the caller, gave up
+    +- NotFinite              what the model computed for a request is no number
     +- ModelLoadError         a checkpoint that cannot be served
     +- NotWritten             a file of results, such as on a full disk
     +- EngineDead             the engine failed; every live request ends with this
@@ -58,6 +59,7 @@ class Reason(StrEnum):
     UNAVAILABLE = auto()
     DEADLINE_EXCEEDED = auto()
     CANCELLED = auto()
+    NOT_FINITE = auto()
     INTERNAL = auto()
 
 
@@ -212,6 +214,18 @@ class Cancelled(PacelineError):
     """The caller, or somebody for the caller, gave up."""
 
     reason = Reason.CANCELLED
+
+
+class NotFinite(PacelineError):
+    """What the model computed for a request is no number: its weights are damaged, or its activations overflow."""
+
+    reason = Reason.NOT_FINITE
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model computed logits that are not finite (NaN or infinite) for this request: its weights are "
+            "damaged, or numbers of its dtype cannot hold what it computes"
+        )
 
 
 class ModelLoadError(PacelineError):

@@ -95,6 +95,7 @@ def check_gpu_memory(
     gpu: Gpu,
     config: ModelConfig,
     draft: ModelConfig | None,
+    draft_quantization: str,
     dtype: torch.dtype,
     per_block: int,
     max_model_len: int,
@@ -102,7 +103,7 @@ def check_gpu_memory(
     """Before minutes are spent on loading what cannot be served."""
     needed = Needed(
         weights=weight_bytes(config, dtype, int8=settings.quantization == "int8"),
-        draft_weights=0 if draft is None else weight_bytes(draft, dtype, int8=settings.draft_quantization == "int8"),
+        draft_weights=0 if draft is None else weight_bytes(draft, dtype, int8=draft_quantization == "int8"),
         request=-(-max_model_len // settings.block_size) * per_block,
         max_model_len=max_model_len,
     )

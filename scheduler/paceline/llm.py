@@ -35,7 +35,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.step_loop import StepLoop
 from paceline.errors import InvalidArgument
-from paceline.options import check_names, check_types, is_integer, is_number, json_text, plain_numbers
+from paceline.options import check_names, check_types, is_integer, is_number, items_of, json_text, plain_numbers
 
 Name = TypeVar("Name", bound=StrEnum)
 
@@ -210,10 +210,12 @@ class LLM:
                     if output.finish is not None:
                         on_finish(index)
         finally:
-            # Nothing is left, unless somebody raised.
-            for request_id in index_of:
-                self.engine.abort(request_id)
-            steps.drain()  # one that was launched ahead brings nobody anything
+            # Nothing is left, unless somebody raised. A dead engine is left alone: its books may be in any state, and
+            # what it says of them would hide what it died of.
+            if not self.engine.has_failed:
+                for request_id in index_of:
+                    self.engine.abort(request_id)
+                steps.drain()  # one that was launched ahead brings nobody anything
         return [_completion(parts) for parts in outputs]
 
 
@@ -296,10 +298,10 @@ def _as_prompt(prompt: object) -> Prompt:
     """With ids and messages as the engine's own, which is compiled."""
     if isinstance(prompt, str):
         return prompt
-    items: Sequence[Any] = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else [None]
-    if all(map(is_integer, items)):
+    items = items_of(prompt)
+    if items is not None and all(map(is_integer, items)):
         return [int(item) for item in items]
-    if not all(is_turn(item) for item in items):
+    if items is None or not all(is_turn(item) for item in items):
         raise InvalidArgument("prompt", prompt, PROMPTS)
     return [ChatMessage(*read_turn(f"chat.messages[{index}]", item)) for index, item in enumerate(items)]
 
@@ -347,8 +349,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt is text, or a sequence of ids or messages; anything else is a sequence of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    items = items_of(prompts)
+    if items is None:
         raise InvalidArgument("prompt", prompts, PROMPTS)
-    if prompts and (isinstance(prompts[0], Integral) or is_turn(prompts[0])):
-        return [cast(Prompt, prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
+    return [items] if items and (isinstance(items[0], Integral) or is_turn(items[0])) else items

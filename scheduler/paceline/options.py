@@ -57,6 +57,18 @@ def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def items_of(prompt: object) -> list[Any] | None:
+    """What a prompt, or a batch of them, consists of, if it is of any kind that has items in order: lists, numpy's
+    arrays. None of text and of what is iterable, but no prompt.
+    """
+    if not isinstance(prompt, Iterable) or isinstance(prompt, str | bytes | bytearray | Mapping):
+        return None
+    try:
+        return list(prompt)
+    except TypeError:  # a numpy array of no dimension
+        return None
+
+
 def plain_numbers(given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers as Python's own, of their annotations' types, which compiled code wants: numpy's are others.
 

@@ -165,7 +165,9 @@ def _choose(settings: EngineSettings) -> _Choices:
             check_head_dim("draft", settings.draft, draft_config.head_dim)
     per_block = kv_blocks.bytes_per_block(settings.block_size, config, draft_config, dtype, chosen)
     if gpu is not None:
-        kv_blocks.check_gpu_memory(settings, gpu, config, draft_config, dtype, per_block, max_model_len)
+        kv_blocks.check_gpu_memory(
+            settings, gpu, config, draft_config, draft_quantization, dtype, per_block, max_model_len
+        )
     return _Choices(
         gpu=gpu,
         backend=chosen,
@@ -345,7 +347,7 @@ def _costs(settings: EngineSettings, choices: _Choices, engine: Engine) -> CostM
         threads=torch.get_num_threads(),
         device="cpu" if choices.gpu is None else choices.gpu.name,
     )
-    costs = cost_cache.load(key)
+    costs = cost_cache.load(key, drafts=choices.draft_path is not None)
     if costs is None:
         with _progress("measuring what steps cost") as progress:
             costs = profile(

@@ -15,6 +15,7 @@ from paceline.core.params import SchedulingParams
 from paceline.core.plan import SequenceResult, StepPlan, StepResult, StepTimes
 from paceline.core.sequence import Sequence
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
+from paceline.errors import NotFinite, ResourceExhausted
 from paceline.sim import ScriptedRunner
 
 SEEDS = 60
@@ -22,7 +23,8 @@ OUT_OF_MEMORY = "out of memory"
 
 
 class FaultyRunner(ScriptedRunner):
-    """Fails as `ModelRunner` does where memory is short: a request alone, for good; or the drafts of a step.
+    """Fails as `ModelRunner` does where memory is short or logits are no numbers: a request alone, for good; or the
+    drafts of a step.
 
     Attributes:
         failures, drops: how often in a hundred, of each work and of each step.
@@ -65,7 +67,8 @@ class FaultyRunner(ScriptedRunner):
             self._write(self.target_kv, sequence, sequence.num_computed, sequence.rows(work) + drafts)
         results = {work.request_id: self._verify(work, drafts) for work, drafts in going}
         ids = [work.request_id for work in plan.work]
-        found = tuple(results.get(one) or SequenceResult(one, exhausted=OUT_OF_MEMORY) for one in ids)
+        error = self.rng.choice([ResourceExhausted(OUT_OF_MEMORY), NotFinite()])
+        found = tuple(results.get(one) or SequenceResult(one, error=error) for one in ids)
         return StepResult(plan.step_id, found, self.times(plan))
 
     def _happens(self, percent: int) -> bool:
@@ -120,11 +123,13 @@ def test_whoever_fails_fails_alone(part: int) -> None:
         harness = run(random.Random(seed))
         ends["finished"] += len(harness.finished)
         ends["failed"] += sum(str(error) == OUT_OF_MEMORY for error in harness.refused.values())
+        ends["broken"] += sum(isinstance(error, NotFinite) for error in harness.refused.values())
         ends["preempted"] += harness.num_preemptions
         assert isinstance(harness.runner, FaultyRunner)
         ends["dropped"] += harness.runner.num_dropped
     # Not vacuous: each of these happened often.
     assert ends["finished"] >= 3 * SEEDS, ends
-    assert ends["failed"] >= SEEDS, ends
+    assert ends["failed"] >= SEEDS // 2, ends
+    assert ends["broken"] >= SEEDS // 2, ends
     assert ends["preempted"] >= SEEDS // 4, ends
     assert ends["dropped"] >= SEEDS // 4, ends

@@ -116,7 +116,7 @@ def test_who_does_not_fit_alone_fails_alone(pair: tuple[str, str], monkeypatch: 
     assert list(found.values()) == list(expected.values())
     small.most = 100
     assert not isinstance(run(engine, [request(LONG)])[0], ResourceExhausted)
-    assert not runner._exhausted
+    assert not runner._failed
 
 
 def test_a_chunk_that_fails_leaves_nothing_in_the_prefix_cache(

@@ -29,9 +29,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_saved_is_loaded(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert cost_cache.load(KEY) is None
+    assert cost_cache.load(KEY, drafts=True) is None
     cost_cache.save(KEY, COSTS)
-    found = cost_cache.load(KEY)
+    found = cost_cache.load(KEY, drafts=True)
     assert found is not None
     assert found.as_dict() == COSTS.as_dict()
     assert [path.name for path in cache.iterdir()] == ["costs-0123456789abcdef.json"]
@@ -41,7 +41,7 @@ def test_what_was_saved_is_loaded(cache: Path, caplog: pytest.LogCaptureFixture)
 def test_a_newer_model_takes_the_place_of_an_older() -> None:
     cost_cache.save(KEY, COSTS)
     cost_cache.save(KEY, CostModel([1], [0.5]))
-    found = cost_cache.load(KEY)
+    found = cost_cache.load(KEY, drafts=False)
     assert found is not None
     assert found.target(1, 0) == 0.5
 
@@ -52,9 +52,9 @@ def test_those_that_were_used_last_are_kept(cache: Path) -> None:
         cost_cache.save(key, COSTS)
         os.utime(cache / f"costs-{key[:16]}.json", (1000 + age, 1000 + age))
     (cache / "decoder.so").touch()
-    assert cost_cache.load(keys[0]) is not None
+    assert cost_cache.load(keys[0], drafts=True) is not None
     cost_cache.save(keys[-1], COSTS)
-    assert [key for key in keys if cost_cache.load(key) is None] == [keys[1]]
+    assert [key for key in keys if cost_cache.load(key, drafts=True) is None] == [keys[1]]
     assert (cache / "decoder.so").exists()
 
 
@@ -69,6 +69,8 @@ def test_those_that_were_used_last_are_kept(cache: Path) -> None:
         json.dumps({"key": KEY[:-1] + "0", "costs": COSTS.as_dict()}).encode(),
         json.dumps({"key": KEY, "costs": {**COSTS.as_dict(), "per_context": float("nan")}}).encode(),
         json.dumps({"key": KEY, "costs": {}}).encode(),
+        json.dumps({"key": KEY, "costs": {**COSTS.as_dict(), "rows": [], "seconds": []}}).encode(),
+        json.dumps({"key": KEY, "costs": CostModel([1, 8], [0.01, 0.02]).as_dict()}).encode(),
     ],
 )
 def test_a_file_that_is_of_no_use_is_ignored_with_a_warning(
@@ -77,7 +79,7 @@ def test_a_file_that_is_of_no_use_is_ignored_with_a_warning(
     cost_cache.save(KEY, COSTS)
     (path,) = cache.iterdir()
     path.write_bytes(content)
-    assert cost_cache.load(KEY) is None
+    assert cost_cache.load(KEY, drafts=True) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert str(path) in record.getMessage()
@@ -92,7 +94,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(cache: Path, caplog: pytes
 def test_without_a_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(cost_cache, "cache_folder", lambda: None)
     cost_cache.save(KEY, COSTS)
-    assert cost_cache.load(KEY) is None
+    assert cost_cache.load(KEY, drafts=True) is None
     assert len(caplog.records) == 1
 
 
@@ -104,7 +106,7 @@ def test_a_write_that_fails_leaves_what_was_there(cache: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "replace", fail)
     cost_cache.save(KEY, CostModel([1], [0.5]))
-    found = cost_cache.load(KEY)
+    found = cost_cache.load(KEY, drafts=False)
     assert found is not None
     assert found.as_dict() == COSTS.as_dict()
     assert len(list(cache.iterdir())) == 1, "nothing half written stays"

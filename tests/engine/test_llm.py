@@ -116,6 +116,14 @@ def test_ids_of_numpy_are_one_prompt_as_others_are() -> None:
     assert one.token_ids == same.token_ids
 
 
+@pytest.mark.parametrize(
+    "prompts", [np.array([4, 5]), [np.array([4, 5])], np.array([[4, 5]]), np.array([[4, 5]], dtype=np.uint16)]
+)
+def test_arrays_of_numpy_are_prompts_as_lists_are(prompts: Any) -> None:
+    [completion] = LLM.from_engine(make_engine()).generate(prompts, max_tokens=4)
+    assert completion.token_ids == expected([4, 5], 4)[0]
+
+
 def test_numbers_of_numpy_are_as_others_are() -> None:
     """Others fail where they meet what is compiled, or in the middle of a step, and the engine with it."""
     whole = ["max_tokens", "min_tokens", "n", "seed", "top_k", "logprobs", "prompt_logprobs", "max_draft_tokens"]
@@ -243,6 +251,17 @@ def test_a_step_that_fails_is_raised_and_the_engine_is_dead() -> None:
         llm.generate([[1], [2]], max_tokens=50)
     with pytest.raises(EngineDead):
         llm.generate([1], max_tokens=5)
+
+
+def test_what_an_engine_died_of_is_not_hidden_by_what_its_books_are_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(wrap=lambda runner: FailingRunner(runner, at_step=2))
+
+    def abort(request_id: int) -> bool:
+        raise AssertionError("the books do not balance")
+
+    monkeypatch.setattr(engine.scheduler, "abort", abort)
+    with pytest.raises(RuntimeError):
+        LLM.from_engine(engine).generate([[1], [2]], max_tokens=50)
 
 
 def test_what_speculation_does_is_told() -> None:

@@ -133,6 +133,7 @@ def test_generation_config_decides_the_end_and_the_defaults(write: Callable[...,
         ({"rms_norm_eps": True}, ["rms_norm_eps", "True"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
         ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
+        ({"eos_token_id": [7, 100]}, ["eos_token_id", "[7, 100]", "below vocab_size = 100"]),
         ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn", "bfloat16"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"use_sliding_window": True, "sliding_window": 8}, ["use_sliding_window"]),
@@ -154,7 +155,9 @@ def test_what_cannot_be_served_is_refused_by_name(
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("generation", [{"temperature": "hot"}, {"top_k": 1.5}, {"top_p": True}, {"eos_token_id": -1}])
+@pytest.mark.parametrize(
+    "generation", [{"temperature": "hot"}, {"top_k": 1.5}, {"top_p": True}, {"eos_token_id": -1}, {"eos_token_id": 100}]
+)
 def test_a_malformed_generation_config_is_refused(write: Callable[..., Path], generation: dict[str, Any]) -> None:
     with pytest.raises(ModelLoadError, match=f"generation_config.json: {next(iter(generation))}"):
         load_model_config(write(LLAMA_5X, generation))

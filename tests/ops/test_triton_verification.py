@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -267,6 +268,7 @@ def test_judge_is_the_rules_of_the_runner(seed: int, only: Rule | None) -> None:
     assert torch.equal(table.facts.cpu(), wanted)
     assert torch.equal(table.texts.cpu(), texts)
     assert output.num_accepted[len(batch) :].tolist() == [0, 0]
+    assert not output.broken.any()
     assert torch.equal(table.probs.nan_to_num(9), kept.nan_to_num(9)), "read, and no more"
     assert bool((table.drafts == -77).all())
 
@@ -287,6 +289,32 @@ def test_behind_a_rejection_that_leaves_nothing_p_is_drawn_from(rule: Rule) -> N
     judge(logits.to(DEVICE, copy=True), torch.tensor([2, 5], device=DEVICE), table, step, output)
     assert (output.num_accepted.tolist(), output.tokens[0, 0].item()) == ([0], 18)
     assert verdict.token_ids == [18]
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_no_numbers_are_told_of_where_they_choose_a_token(rule: Rule, bad: float) -> None:
+    """Sequences with two drafts each: the first of A and B is rejected, those of C and D are kept."""
+    sampling: dict[str, Any] = {
+        Rule.GREEDY: {"temperature": 0.0},
+        Rule.COUPLED: {"temperature": 0.5, "seed": 3},
+    }.get(rule, {"verification": RULES[rule]})
+    drafts = {"A": [4, 6], "B": [4, 6], "C": [5, 6], "D": [5, 6]}
+    batch = [
+        Seated(i, rule, make_sequence((1, 2), **sampling), 1, own, True, True) for i, own in enumerate(drafts.values())
+    ]
+    logits = torch.zeros(12, VOCAB)
+    for row, wanted in enumerate([5, 6, 7] * 4):
+        logits[row, wanted] = 90.0
+    logits[[2, 3, 8]] = bad  # the last of A, the first of B, the last of C
+    output = StepOutput.view(torch.zeros(StepOutput.size(4, DEPTH), dtype=torch.int32, device=DEVICE), 4, DEPTH)
+    token_ids = torch.tensor([token for own in drafts.values() for token in [2, *own]], device=DEVICE)
+    table = make_table(batch)
+    judge(logits.to(DEVICE), token_ids, table, make_step(batch, [1, 2, 3], padding=0), output)
+    assert output.broken.tolist() == [0, 1, 1, 0]
+    assert output.tokens[0, 0].item() == 5
+    assert output.tokens[3, :3].tolist() == [5, 6, 7]
+    assert 0 <= table.texts[1, 2].item() < VOCAB, "the next step may read it"
 
 
 @pytest.mark.parametrize(("seed", "only"), list(enumerate([*MIXED[:3], *Rule])))

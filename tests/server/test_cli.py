@@ -169,7 +169,7 @@ def test_a_schema_that_is_neither_text_nor_file() -> None:
 
 def test_texts_stream_in_the_order_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     """The first that has not ended is shown as it comes; the others wait for their turn."""
-    terminal = _InTurn(["a", "b"])
+    terminal = _InTurn(["a", "b"], 1)
     shown = []
     for step in (
         lambda: terminal.add(1, "later"),
@@ -200,6 +200,7 @@ def test_several_prompts_come_in_turn(checkpoint: str) -> None:
         (["x", "--min-p", "2"], "sampling.min_p = 2.0"),
         (["x", "--request-seed", "-1"], "sampling.seed = -1"),
         (["x", "--n", "65"], "n = 65"),
+        (["x", "--n", "1000000000"], "n = 1000000000"),
         (["x", "--regex", "("], "structured.regex = '('"),
         (["x", "--json-schema", '{"type": 3}'], "structured.json_schema = "),
         (["x", "--max-logprobs", "-1"], "max_logprobs = -1"),

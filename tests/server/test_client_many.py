@@ -333,7 +333,7 @@ async def test_against_the_server_itself(free: Serving) -> None:
 
 
 async def test_a_request_that_is_too_large_is_one_generations() -> None:
-    async with serving_context(settings=ServerSettings(max_message_bytes=1000)) as served:
+    async with serving_context(settings=ServerSettings(max_message_size=1000)) as served:
         async with AsyncClient(served.address) as client, client.many() as many:
             live = await many.start("live", max_tokens=8)
             with pytest.raises(errors.ResourceExhausted, match=r"at most 1000 \(--max-message-size\)") as caught:

@@ -169,6 +169,23 @@ async def test_what_is_closed_says_so(client: Client, server: FakeServer) -> Non
     assert server.requests == []
 
 
+@pytest.mark.parametrize("ask", ["complete", "tokenize"])
+async def test_closing_just_before_a_call_is_an_error_to_it(
+    client: Client, ask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, once the channel is at hand."""
+    connect = client._connect
+
+    def close_then() -> object:
+        channel = connect()
+        client.close()
+        return channel
+
+    monkeypatch.setattr(client, "_connect", close_then)
+    with pytest.raises(errors.Cancelled, match="the client was closed"):
+        getattr(client, ask)("hello")
+
+
 async def test_an_interrupt_cancels_the_rpc(server: FakeServer) -> None:
     """As Ctrl-C in a terminal: the main thread waits for a delta that does not come."""
     code = f"""

@@ -76,7 +76,7 @@ async def test_lists(free: Serving, message: pb.GenerateRequest, field: str) -> 
 @pytest.fixture
 async def narrow() -> AsyncIterator[Serving]:
     """A server of small messages."""
-    async with serving_context(settings=ServerSettings(max_message_bytes=1000)) as served:
+    async with serving_context(settings=ServerSettings(max_message_size=1000)) as served:
         served.runner.open()
         yield served
 
@@ -98,6 +98,6 @@ async def test_messages_that_the_library_refuses_unread(narrow: Serving) -> None
 
 
 async def test_the_largest_limit() -> None:
-    async with serving_context(settings=ServerSettings(max_message_bytes=(1 << 31) - 1)) as served:
+    async with serving_context(settings=ServerSettings(max_message_size=(1 << 31) - 1)) as served:
         served.runner.open()
         assert [response async for response in served.stub.Generate(request())]

@@ -284,7 +284,10 @@ ROWS = [
 
 
 # What no row ends with. Slow readers have tests of their own, and the last two are for what has no reason of its own.
-ELSEWHERE = {Reason.MODEL_LOADING, Reason.SLOW_CONSUMER, Reason.RESOURCE_EXHAUSTED, Reason.UNAVAILABLE}
+ELSEWHERE = {
+    *(Reason.MODEL_LOADING, Reason.SLOW_CONSUMER, Reason.RESOURCE_EXHAUSTED, Reason.UNAVAILABLE),
+    Reason.NOT_FINITE,  # e2e/test_not_finite.py
+}
 
 
 def documented() -> dict[str, tuple[str, str]]:
@@ -352,6 +355,15 @@ async def test_messages_and_metadata_that_are_too_large_never_reach_us(free: Ser
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not {"grpc-status-details-bin", "grpc-retry-pushback-ms"} & dict(error.trailing_metadata() or ()).keys()
     assert [response async for response in free.stub.Generate(request())]
+
+
+async def test_metadata_of_up_to_16_kib_is_taken_and_of_more_is_not(free: Serving) -> None:
+    """Each time: gRPC would refuse what is a little more now and then."""
+    for _ in range(10):
+        fits, much = ([("x-much", "x" * (size << 10))] for size in (15, 17))
+        assert [response async for response in free.stub.Generate(request(max_tokens=1), metadata=fits)]
+        error = await failure(free.stub.Generate(request(max_tokens=1), metadata=much))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_the_documented_table_is_the_one_in_code() -> None:

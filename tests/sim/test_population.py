@@ -137,6 +137,12 @@ def test_every_bad_line_of_a_trace_is_told(tmp_path: Path) -> None:
         assert (f"line {number} = " in told) == (number % 2 == 0), told
 
 
+@pytest.mark.parametrize("lines", [[], ["", " "]])
+def test_a_trace_of_nothing_is_refused(tmp_path: Path, lines: list[str]) -> None:
+    with pytest.raises(InvalidArgument, match=r"arrivals\.file = '.*trace.jsonl': must be a trace of at least one"):
+        list(Population(trace(tmp_path, lines)).arrivals())
+
+
 def test_blank_lines_of_a_trace_are_skipped_and_counted(tmp_path: Path) -> None:
     file = trace(tmp_path, ["", line(), "  ", line(time=2), line(time=3), ""])
     two = file.model_copy(update={"requests": 2})

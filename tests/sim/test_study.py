@@ -352,3 +352,11 @@ def test_more_deadlines_are_met_than_by_other_orders() -> None:
     # After so short a time little waits yet; docs/simulating.md has the figures of a longer one.
     assert met["ours"] > 1.2 * met["fcfs"], met
     assert met["ours"] > met["edf"], met
+
+
+@pytest.mark.parametrize("where", [{"tenants": {"a": {**SHORT, "max_blocks": 1}}}, {"engine": {"num_blocks": 1}}])
+def test_requests_that_can_never_fit_are_told(where: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    study = run_study(simulated(**({"tenants": {"a": SHORT}} | where)))
+    assert study.tenants["a"].too_large > 0
+    report.render(study, "small")
+    assert f"a: {study.tenants['a'].too_large} of 60 requests were refused" in capsys.readouterr().out

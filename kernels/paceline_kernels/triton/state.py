@@ -163,6 +163,7 @@ class StepOutput:
         scored: how many of the tokens, from the first on, were what n-grams proposed, [num_seqs]; -1 if they proposed
             nothing or were not looked up.
         match: `Column.MATCH` behind the step, [num_seqs]; 0 if it was not looked up.
+        broken: 1 where a token was chosen by logits that are no numbers, [num_seqs]; else 0.
     """
 
     num_accepted: Tensor
@@ -170,6 +171,7 @@ class StepOutput:
     labels: Tensor
     scored: Tensor
     match: Tensor
+    broken: Tensor
 
     @classmethod
     def size(cls, num_seqs: int, max_depth: int) -> int:
@@ -178,13 +180,13 @@ class StepOutput:
 
     @classmethod
     def view(cls, buffer: Tensor, num_seqs: int, max_depth: int) -> StepOutput:
-        accepted, tokens, labels, scored, match = _parts(buffer, cls._lengths(num_seqs, max_depth))
+        accepted, tokens, labels, scored, match, broken = _parts(buffer, cls._lengths(num_seqs, max_depth))
         tokens, labels = tokens.view(num_seqs, max_depth + 1), labels.view(num_seqs, max_depth)
-        return cls(accepted, tokens, labels, scored, match)
+        return cls(accepted, tokens, labels, scored, match, broken)
 
     @staticmethod
     def _lengths(num_seqs: int, max_depth: int) -> list[int]:
-        return [num_seqs, num_seqs * (max_depth + 1), num_seqs * max_depth, num_seqs, num_seqs]
+        return [num_seqs, num_seqs * (max_depth + 1), num_seqs * max_depth, *[num_seqs] * 3]
 
 
 def _parts(buffer: Tensor, lengths: list[int]) -> list[Tensor]:

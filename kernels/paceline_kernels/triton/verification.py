@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline_kernels import reference_sampling
 from paceline_kernels.triton.sampling import (
+    HIGHEST,
     NUM_WARPS,
     argmax_of,
     block_of,
@@ -53,6 +54,7 @@ BLOCK_RULE = tl.constexpr(int(Rule.BLOCK))
 DRAFT = tl.constexpr(int(Noise.DRAFT))
 ACCEPT = tl.constexpr(int(Noise.ACCEPT))
 SAMPLE = tl.constexpr(int(Noise.SAMPLE))
+NO_CHOICE = tl.constexpr(-1)  # of logits that are no numbers
 NEARLY_1 = tl.constexpr(1 - 1e-6)  # what float32 may leave of a probability of 1
 
 UNIFORM_DOMAIN = 0x5041434E  # sets this noise apart from that of `sampling.gumbel_argmax`
@@ -128,6 +130,7 @@ def judge(logits: Tensor, token_ids: Tensor, table: SequenceTable, step: StepInp
             output.num_accepted,
             output.tokens,
             output.labels,
+            output.broken,
             table.probs,
             token_ids,
             *sequences,
@@ -257,7 +260,10 @@ def _evaluate(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row of logits each: the target's choice there, or what it draws from, in place."""
+    """A row of logits each: the target's choice there, or what it draws from, in place.
+
+    One logit tells whether the row holds numbers: a state that does not makes all logits of its row such.
+    """
     r = tl.program_id(0)
     i = tl.load(logit_sequences + r)
     if i >= 0:
@@ -266,12 +272,14 @@ def _evaluate(
             row = logits + r.to(tl.int64) * VOCAB
             fact = facts + seat * ROW
             rule = tl.load(fact + RULE)
+            choice = tl.where(tl.abs(tl.load(row)) <= HIGHEST, 0, NO_CHOICE)
             if rule <= COUPLED:
                 position = tl.load(fact + COMPUTED) + tl.load(num_tokens + i) + r - tl.load(logit_starts + i)
-                tl.store(choices + r, _chosen(row, fact, rule, position, VOCAB, BLOCK))
+                choice = tl.where(choice == 0, _chosen(row, fact, rule, position, VOCAB, BLOCK), NO_CHOICE)
             else:
                 _truncate(row, fact, VOCAB, BLOCK)
                 softmax_row(row, row, VOCAB, _float(fact + TEMPERATURE), BLOCK)
+            tl.store(choices + r, choice)
 
 
 @triton.jit
@@ -343,6 +351,7 @@ def _decide(
     num_accepted,
     tokens,
     labels,
+    broken,
     probs,
     token_ids,
     facts,
@@ -366,6 +375,7 @@ def _decide(
     i = tl.program_id(0)
     seat = tl.load(seats + i)
     accepted = tl.zeros([], tl.int32)
+    is_broken = tl.zeros([], tl.int32)
     if seat >= 0:
         fact = facts + seat * ROW
         known = tl.load(num_tokens + i)
@@ -391,7 +401,8 @@ def _decide(
                     accepted += agrees.to(tl.int32)
                     tl.store(label + j, agrees.to(tl.float32).to(tl.int32, bitcast=True))
                     j += 1
-                final = tl.load(choices + first + accepted)
+                # Some token in any case: the next step may read it before anybody hears of this one.
+                final = tl.maximum(tl.load(choices + first + accepted), 0)
             else:
                 drawn = tl.load(one_hot + i) == 0
                 by_block = drawn & (rule == BLOCK_RULE)
@@ -434,6 +445,10 @@ def _decide(
                 scale = tl.where(has_q, weight, 1.0)
                 final = draw_from(p, q, has_q, scale, skip, has_q | sure, u, VOCAB, BLOCK)
             j = tl.zeros([], tl.int32)
+            while j <= accepted:
+                is_broken |= (tl.load(choices + first + j) == NO_CHOICE).to(tl.int32)
+                j += 1
+            j = tl.zeros([], tl.int32)
             while j < accepted:
                 tl.store(emitted + j, tl.load(draft + j).to(tl.int32))
                 tl.store(behind + j, tl.load(draft + j).to(tl.int32))
@@ -446,3 +461,4 @@ def _decide(
         tl.store(fact + COMPUTED, size + accepted)
         tl.store(fact + DRAFT_COMPUTED, read)
     tl.store(num_accepted + i, accepted)
+    tl.store(broken + i, is_broken)

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from paceline.chat import is_turn, read_turn
 from paceline.errors import InvalidArgument
-from paceline.options import LONGEST_TIME, check_names, is_integer, is_number, json_text
+from paceline.options import LONGEST_TIME, check_names, is_integer, is_number, items_of, json_text
 from paceline.v1 import admin_pb2, model_pb2
 from paceline.v1 import generation_pb2 as pb
 
@@ -243,16 +243,12 @@ def build_drain(grace: float | None) -> admin_pb2.DrainRequest:
 def _set_prompt(
     request: pb.GenerateRequest, prompt: Prompt, *, allowed: str = "text, token ids or chat messages"
 ) -> None:
-    # Of what is iterable, these are no prompts.
-    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | Mapping):
-        raise InvalidArgument("prompt", prompt, allowed)
     if isinstance(prompt, str):
         _fill(request, "", prompt_text=prompt)
         return
-    try:
-        items = list(prompt)
-    except TypeError as error:  # a numpy array of no dimension
-        raise InvalidArgument("prompt", prompt, allowed) from error
+    items = items_of(prompt)
+    if items is None:
+        raise InvalidArgument("prompt", prompt, allowed)
     if items and is_turn(items[0]):
         for index, item in enumerate(items):
             field = f"chat.messages[{index}]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
@@ -11,7 +12,7 @@ import grpc
 from paceline.client.admin import Admin
 from paceline.client.client import GENERATE, NO_RETRIES
 from paceline.client.connection import CallOptions, ClientOptions, Connection, Metadata
-from paceline.client.errors import error_for, from_grpc
+from paceline.client.errors import RpcError, error_for, from_grpc
 from paceline.client.generation import Reading
 from paceline.client.health import HealthStatus, ask_health
 from paceline.client.models import Model, ask_model, ask_models, ask_text, ask_tokens
@@ -179,12 +180,13 @@ class Client:
         begin = self._connection.retries.plan(timeout)
 
         def start(remaining: float | None) -> Any:
-            method = self._connect().unary_stream(
-                GENERATE,
-                request_serializer=pb.GenerateRequest.SerializeToString,
-                response_deserializer=pb.GenerateResponse.FromString,
-            )
-            return method(request, timeout=remaining, metadata=metadata)
+            with self._on_channel() as channel:
+                method = channel.unary_stream(
+                    GENERATE,
+                    request_serializer=pb.GenerateRequest.SerializeToString,
+                    response_deserializer=pb.GenerateResponse.FromString,
+                )
+                return method(request, timeout=remaining, metadata=metadata)
 
         return SyncGeneration(start, begin, request.n or 1)
 
@@ -243,20 +245,20 @@ class Client:
     def _answer(self, question: Question[T], attempts: Attempts, metadata: Metadata, wait_for_ready: bool = False) -> T:
         self._check_open()
         while True:
-            method = self._connect().unary_unary(
-                question.method,
-                request_serializer=type(question.request).SerializeToString,
-                response_deserializer=question.answer.FromString,
-            )
             try:
-                return question.read(
-                    method(
+                with self._on_channel() as channel:
+                    method = channel.unary_unary(
+                        question.method,
+                        request_serializer=type(question.request).SerializeToString,
+                        response_deserializer=question.answer.FromString,
+                    )
+                    answer = method(
                         question.request,
                         timeout=attempts.remaining(),
                         metadata=metadata,
                         wait_for_ready=wait_for_ready,
                     )
-                )
+                return question.read(answer)
             except grpc.RpcError as error:
                 failure = from_grpc(error)
                 delay = attempts.delay_after(failure)
@@ -268,10 +270,20 @@ class Client:
         if self._closing.is_set():
             raise RuntimeError("the client is closed")
 
+    @contextmanager
+    def _on_channel(self) -> Generator[grpc.Channel, None, None]:
+        """For a call to begin. Another thread may close the client meanwhile, for which gRPC has only ValueError."""
+        try:
+            yield self._connect()
+        except ValueError as error:
+            if not self._closing.is_set():
+                raise
+            raise _closed() from error
+
     def _connect(self) -> grpc.Channel:
         with self._lock:
             if self._closing.is_set():  # since the call was asked for
-                raise error_for(grpc.StatusCode.CANCELLED, "the client was closed")
+                raise _closed()
             if self._channel is None:
                 target, options = self._connection.target, self._connection.channel_options
                 if self._connection.credentials is None:
@@ -279,3 +291,7 @@ class Client:
                 else:
                     self._channel = grpc.secure_channel(target, self._connection.credentials, options=options)
             return self._channel
+
+
+def _closed() -> RpcError:
+    return error_for(grpc.StatusCode.CANCELLED, "the client was closed")

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 from paceline.core.method import DRAFT_MODEL, NO_METHOD, Method
 from paceline.core.params import SequenceParams
+from paceline.errors import PacelineError
 
 LONGEST_NGRAM: Final = 4  # tokens of a text's end that are looked up
 LONGEST_MATCH: Final = 16  # tokens; longer ones are told apart no more
@@ -168,8 +169,8 @@ class SequenceResult:
         grammar_end: the completion is whole after so many of `token_ids`; None if not, or if an end-of-sequence id
             will say so.
         failure: why nothing can follow `token_ids`, in words: no token is allowed there, or the grammar broke down.
-        exhausted: what there was not enough of, in words: nothing of the work was done, and the request ends with
-            `ResourceExhausted`.
+        error: what the request ends with, alone: nothing of the work was done. After `NotFinite` nobody may read the KV
+            that it has.
         finish: set by the engine where a stop was found.
         scored: if the work asks for it, how what an n-gram would have proposed compares: 1 for each token that was
             emitted, and 0 for the first that was not; nothing without a proposal.
@@ -194,7 +195,7 @@ class SequenceResult:
     scored: tuple[float, ...]
     match: int
     is_forced: bool
-    exhausted: str | None
+    error: PacelineError | None
 
     def __init__(
         self,
@@ -213,7 +214,7 @@ class SequenceResult:
         scored: tuple[float, ...] = (),
         match: int = 0,
         is_forced: bool = False,
-        exhausted: str | None = None,
+        error: PacelineError | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids = token_ids
@@ -230,7 +231,7 @@ class SequenceResult:
         self.scored = scored
         self.match = match
         self.is_forced = is_forced
-        self.exhausted = exhausted
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,13 @@ class Prefixes:
                 cache.mark_drafted(keys[index], self.kv.block(table_id, index))
             request.num_drafted_blocks = drafted
 
+    def forget(self, request: Request) -> None:
+        """Let nobody find the blocks of the request any more, those included that it has found: whoever put them there
+        may have ended before anybody looked at what was computed.
+        """
+        for block in self.kv.cache.find(request.block_keys):
+            self.kv.cache.forget(block)
+
     def _num_shareable(self, request: Request) -> int:
         """Blocks that the prompt fills, without its last token."""
         return (len(request.prompt_token_ids) - 1) // self.block_size

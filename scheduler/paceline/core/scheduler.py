@@ -48,6 +48,7 @@ from paceline.errors import (
     AlreadyExists,
     DeadlineExceeded,
     InvalidArgument,
+    NotFinite,
     PacelineError,
     QueueTimeout,
     QuotaExceeded,
@@ -86,7 +87,7 @@ class Scheduler:
     Attributes:
         tenants: queues and accounts. Its policies may be replaced, which holds for the requests that come from then on.
         running: in the order in which they were admitted.
-        refused: those that came too late, gave way in a full queue, or failed for want of memory, and that nobody has
+        refused: those that came too late, gave way in a full queue, or failed alone in a step, and that nobody has
             taken note of yet.
     """
 
@@ -393,8 +394,10 @@ class Scheduler:
                 continue
             request.charged_seconds += seconds
             self.tenants[request.tenant].charge(seconds, len(sequence.token_ids), counts=counts)
-            if sequence.exhausted is not None:
-                self._refuse(request, ResourceExhausted(sequence.exhausted))
+            if sequence.error is not None:
+                if isinstance(sequence.error, NotFinite):
+                    self.prefixes.forget(request)
+                self._refuse(request, sequence.error)
                 continue
             output = self._commit(request, work, sequence, now)
             if output is not None:

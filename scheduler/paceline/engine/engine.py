@@ -358,6 +358,11 @@ class Engine:
         if self.has_work and not self.scheduler.refused:
             self.wait(self.seconds_to_wait())
 
+    @property
+    def has_failed(self) -> bool:
+        """A step went wrong; see `fail`."""
+        return self._failed
+
     def fail(self) -> None:
         """A step went wrong, and the books may be in any state: no request is taken any more."""
         self._failed = True

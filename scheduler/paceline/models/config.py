@@ -92,7 +92,8 @@ def load_model_config(path: Path) -> ModelConfig:
         config.refuse("max_position_embeddings", "at least 2: a prompt and a completion of one token each")
     theta, scaling = _rope(config, max_positions)
     attention_bias = config.flag("attention_bias", False)
-    generation, generation_eos = _generation(path / "generation_config.json")
+    vocab_size = config.size("vocab_size")
+    generation, generation_eos = _generation(path / "generation_config.json", vocab_size)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -101,7 +102,7 @@ def load_model_config(path: Path) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=config.size("vocab_size"),
+        vocab_size=vocab_size,
         max_position_embeddings=max_positions,
         rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
         rope_theta=theta,
@@ -111,7 +112,7 @@ def load_model_config(path: Path) -> ModelConfig:
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=config.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
-        eos_token_ids=generation_eos or config.token_ids("eos_token_id"),
+        eos_token_ids=generation_eos or config.token_ids("eos_token_id", vocab_size),
         dtype=_dtype(config),
         generation=generation,
     )
@@ -162,11 +163,11 @@ class _Section:
             self.refuse(key, "true or false")
         return value
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         value = self.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(type(token) is int and token >= 0 for token in ids):
-            self.refuse(key, "a token id or a list of them")
+        if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+            self.refuse(key, f"a token id or a list of them, below vocab_size = {vocab_size}")
         return tuple(dict.fromkeys(ids))
 
 
@@ -225,7 +226,7 @@ def _rope(config: _Section, max_positions: int) -> tuple[float, Llama3Scaling | 
     return theta, scaling
 
 
-def _generation(file: Path) -> tuple[GenerationDefaults, tuple[int, ...]]:
+def _generation(file: Path, vocab_size: int) -> tuple[GenerationDefaults, tuple[int, ...]]:
     """The optional generation_config.json: its sampling defaults and its end-of-sequence ids."""
     if not file.exists():
         return GenerationDefaults(), ()
@@ -235,4 +236,4 @@ def _generation(file: Path) -> tuple[GenerationDefaults, tuple[int, ...]]:
     for key, value in numbers.items():
         if value is not None and type(value) not in ((int,) if key == "top_k" else (int, float)):
             section.refuse(key, "an integer" if key == "top_k" else "a number")
-    return GenerationDefaults(**numbers), section.token_ids("eos_token_id")
+    return GenerationDefaults(**numbers), section.token_ids("eos_token_id", vocab_size)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.core.method import NGRAM
 from paceline.core.plan import Done, Pending, SequenceResult, StepPlan, StepResult
+from paceline.errors import NotFinite
 from paceline.runner.device_passes import DevicePasses, ModelAndKV
 from paceline.runner.device_step import DeviceStep, Part
 from paceline.runner.marks import Marks
@@ -144,7 +145,7 @@ class DeviceRunner:
         """No sequence of the plan needs the host to shape its logits or to look at them."""
         admitted = {admission.request_id: admission.params for admission in plan.admitted}
         for work in plan.work:
-            if self.host.is_exhausted(work.request_id):
+            if self.host.failure(work.request_id) is not None:
                 return False
             params = admitted.get(work.request_id)
             if not (self._seats[work.request_id].plain if params is None else is_plain(params)):
@@ -194,14 +195,19 @@ class DeviceRunner:
         output = self._passes.read(launched.landing, launched.num_seqs)
         accepted, tokens = output.num_accepted.tolist(), output.tokens.tolist()
         labels = output.labels.view(torch.float32).tolist()
-        scores, matches = output.scored.tolist(), output.match.tolist()
-        rows = zip(launched.parts, accepted, tokens, labels, scores, matches, strict=False)  # padding is behind
+        scores, matches, broken = output.scored.tolist(), output.match.tolist(), output.broken.tolist()
+        rows = zip(launched.parts, accepted, tokens, labels, scores, matches, broken, strict=False)  # padding is behind
         results = tuple(
-            self._commit(part, count, row[: count + 1], some, score, match)
-            for part, count, row, some, score, match in rows
+            self._failure(part, is_broken) or self._commit(part, count, row[: count + 1], some, score, match)
+            for part, count, row, some, score, match, is_broken in rows
         )
         launched.step = StepResult(launched.step_id, results, launched.marks.times())
         self._launched.popleft()
+
+    def _failure(self, part: Part, is_broken: int) -> SequenceResult | None:
+        """Of one that fails by this step, or has by the one before it, which was not through when this was launched."""
+        request_id = part.work.request_id
+        return self.host.failure(request_id) or (self.host.fail(request_id, NotFinite()) if is_broken else None)
 
     def _commit(
         self, part: Part, accepted: int, tokens: list[int], labels: list[float], score: int, match: int

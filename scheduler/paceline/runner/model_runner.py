@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from paceline.core.plan import (
     TokenLogprobs,
 )
 from paceline.core.sequence import Sequence
+from paceline.errors import NotFinite, PacelineError, ResourceExhausted
 from paceline.models import Model
 from paceline.runner import input_batch
 from paceline.runner.drafter import Draft, Drafter, Scorer
@@ -56,6 +58,7 @@ class _Judged:
 
     Attributes:
         run: None if the work does not sample; then nothing is emitted.
+        error: why the request fails; then nothing is booked.
     """
 
     run: Run | None = None
@@ -65,13 +68,15 @@ class _Judged:
     logprobs: tuple[TokenLogprobs, ...] = ()
     failure: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: PacelineError | None = None
 
 
 class ModelRunner:
     """Implements `StepRunner`. Owns the mirror of admitted sequences, the target's KV and the drafters.
 
     Where a step runs out of memory it is computed in halves, and a request that does not fit alone fails alone. For
-    that, everything that takes memory comes before the first change to a sequence.
+    that, everything that takes memory comes before the first change to a sequence. One whose logits are no numbers
+    fails alone, too.
 
     Args:
         scorer: the n-gram drafter, for work that wants it scored.
@@ -94,7 +99,7 @@ class ModelRunner:
         self.scorer = scorer
         self.verifier = Verifier(seed, model.device)
         self.sequences: dict[int, Sequence] = {}
-        self._exhausted: set[int] = set()
+        self._failed: dict[int, PacelineError] = {}  # until they are released
         # Grammars are asked while the forward runs, by a thread that never computes tensors.
         self._mask_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-masks")
 
@@ -106,12 +111,19 @@ class ModelRunner:
         """Take over what a plan says of sequences and their blocks."""
         self._apply_membership(plan)
         for work in plan.work:
-            if work.request_id not in self._exhausted:
+            if work.request_id not in self._failed:
                 self.sequences[work.request_id].extend(work)
 
-    def is_exhausted(self, request_id: int) -> bool:
-        """It has failed for want of memory; a plan made meanwhile may still name it."""
-        return request_id in self._exhausted
+    def failure(self, request_id: int) -> SequenceResult | None:
+        """What comes of a request that has failed, which a plan made meanwhile may still name; None if it has not."""
+        error = self._failed.get(request_id)
+        return None if error is None else SequenceResult(request_id, error=error)
+
+    def fail(self, request_id: int, error: PacelineError) -> SequenceResult:
+        """The request ends here, alone."""
+        logger.error("a request fails in a step, alone: %s", error)
+        self._failed[request_id] = error
+        return SequenceResult(request_id, error=error)
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan) -> StepResult:
@@ -119,22 +131,21 @@ class ModelRunner:
         if not plan.work:
             return StepResult(plan.step_id, ())
         began = time.perf_counter()
-        going = [work for work in plan.work if work.request_id not in self._exhausted]
+        earlier = {w.request_id: failure for w in plan.work if (failure := self.failure(w.request_id)) is not None}
+        going = [work for work in plan.work if work.request_id not in earlier]
         planned = [(self.sequences[work.request_id], work) for work in going]
         batch = self._draft(planned)
         drafted = time.perf_counter()
         judged, verifying = self._judge(batch, self._start_masks(batch)) if batch else ([], 0.0)
-        results = {
-            work.request_id: self._book(entry, found) for (entry, found), work in zip(judged, going, strict=True)
-        }
+        booked = iter([self._book(entry, found) for entry, found in judged])
         ended = time.perf_counter()
         times = StepTimes(drafted - began, verifying, ended - drafted - verifying, ended - began)
-        return StepResult(plan.step_id, tuple(results.get(w.request_id) or _out_of_memory(w) for w in plan.work), times)
+        return StepResult(plan.step_id, tuple(earlier.get(w.request_id) or next(booked) for w in plan.work), times)
 
     def _apply_membership(self, plan: StepPlan) -> None:
         for request_id in plan.released:
             del self.sequences[request_id]
-            self._exhausted.discard(request_id)
+            self._failed.pop(request_id, None)
             for drafter in self.drafters.values():
                 drafter.release(request_id)
         for admission in plan.admitted:
@@ -182,10 +193,8 @@ class ModelRunner:
 
     # -- in halves ----------------------------------------------------------------------------------------------------
 
-    def _judge(self, batch: Batch, masks: Future[dict[int, Mask]]) -> tuple[list[tuple[Entry, _Judged | None]], float]:
-        """Every work with what it comes to, None where that took more memory than there is; and the seconds that the
-        forwards took.
-        """
+    def _judge(self, batch: Batch, masks: Future[dict[int, Mask]]) -> tuple[list[tuple[Entry, _Judged]], float]:
+        """Every work with what it comes to, and the seconds that the forwards took."""
         try:
             judged, seconds = self._compute(batch, masks)
             return list(zip(batch, judged, strict=True)), seconds
@@ -195,7 +204,7 @@ class ModelRunner:
         # Behind the handler: until it is left, the error holds the tensors of the attempt.
         give_back(self.model.device)
         if len(batch) == 1:
-            return [(batch[0], None)], 0.0
+            return [(batch[0], _Judged(error=ResourceExhausted(OUT_OF_MEMORY)))], 0.0
         middle = len(batch) // 2
         first, seconds = self._judge(batch[:middle], masks)
         second, more = self._judge(batch[middle:], masks)
@@ -207,12 +216,16 @@ class ModelRunner:
         hidden = self._forward(batch)
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
         logits = self._logits(batch, hidden)
+        # One of each row: a state that is no number makes all logits of its row such. Before any is forbidden.
+        witnesses = logits[:, 0].clone()
         runs = self._runs(batch, masks.result())
         seconds = time.perf_counter() - began
         raw = _raw(logits, runs)
-        dead_ends = _dead_ends(edit_(logits, [run.positions for run in runs]), runs)
+        dead_ends = _first_of(edit_(logits, [run.positions for run in runs]), runs)
         verdicts = self.verifier.verify(logits, runs)
-        sampled = iter([_judged(*found) for found in zip(runs, verdicts, dead_ends, raw, strict=True)])
+        # Behind the verdicts, which a GPU has been waited for.
+        broken = _first_of([row for row, x in enumerate(witnesses.tolist()) if not math.isfinite(x)], runs)
+        sampled = iter([_judged(*found) for found in zip(runs, verdicts, broken, dead_ends, raw, strict=True)])
         judged = [next(sampled) if work.samples else _Judged() for _, work, _ in batch]
         if prompt_logprobs:
             for found, (_, work, _) in zip(judged, batch, strict=True):
@@ -281,13 +294,12 @@ class ModelRunner:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def _book(self, entry: Entry, judged: _Judged | None) -> SequenceResult:
+    def _book(self, entry: Entry, judged: _Judged) -> SequenceResult:
         """Advance the mirror, and tell of it."""
         sequence, work, _ = entry
         start = sequence.num_computed + 1
-        if judged is None:
-            self._exhausted.add(work.request_id)
-            return _out_of_memory(work)
+        if judged.error is not None:
+            return self.fail(work.request_id, judged.error)
         if judged.run is None:
             sequence.commit(work, [], 0)
             result = SequenceResult(work.request_id, num_draft_computed=sequence.num_draft_computed)
@@ -296,10 +308,6 @@ class ModelRunner:
         if judged.prompt_logprobs is not None:
             result = replace(result, prompt_start=start, prompt_logprobs=judged.prompt_logprobs)
         return result
-
-
-def _out_of_memory(work: SequenceWork) -> SequenceResult:
-    return SequenceResult(work.request_id, exhausted=OUT_OF_MEMORY)
 
 
 def _raw(logits: Tensor, runs: list[Run]) -> list[Tensor | None]:
@@ -311,20 +319,22 @@ def _raw(logits: Tensor, runs: list[Run]) -> list[Tensor | None]:
     return [own.clone() if is_wanted else None for own, is_wanted in zip(rows, wanted, strict=True)]
 
 
-def _dead_ends(dead: list[int], runs: list[Run]) -> list[int | None]:
-    """For each run the first of its rows that is among the dead ones, which are ascending."""
-    if not dead:
+def _first_of(rows: list[int], runs: list[Run]) -> list[int | None]:
+    """For each run the first of its rows that is among these, which are ascending."""
+    if not rows:
         return [None] * len(runs)
     bounds = itertools.pairwise(input_batch.row_bounds(run.depth + 1 for run in runs))
-    return [next((row - first for row in dead if first <= row < end), None) for first, end in bounds]
+    return [next((row - first for row in rows if first <= row < end), None) for first, end in bounds]
 
 
 def _masks(jobs: list[tuple[int, Matcher, list[int]]]) -> dict[int, Mask]:
     return {request_id: matcher.masks(drafts) for request_id, matcher, drafts in jobs}
 
 
-def _judged(run: Run, verdict: Verdict, dead_end: int | None, raw: Tensor | None) -> _Judged:
-    """What stands behind a dead end is void."""
+def _judged(run: Run, verdict: Verdict, broken: int | None, dead_end: int | None, raw: Tensor | None) -> _Judged:
+    """What stands behind a dead end is void, and rows behind a rejection are nobody's."""
+    if broken is not None and broken <= verdict.num_accepted:
+        return _Judged(error=NotFinite())
     matcher = run.positions.sequence.matcher
     token_ids, accepted, failure = verdict.token_ids, verdict.num_accepted, None
     if matcher is not None and matcher.failure is not None:

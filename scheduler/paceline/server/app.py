@@ -43,7 +43,9 @@ OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.server.max_pending_requests_hard_limit", 100_000),
     # A burst of a thousand more would be refused by the transport, which cannot say when to come again.
     ("grpc.max_concurrent_streams", 8192),
+    # Both: above the first alone, gRPC would refuse by chance, up to a quarter more.
     ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # So that load balancers get to move clients; streams in flight may end on the old connection.
@@ -87,11 +89,11 @@ class GrpcServer:
         self._engine: AsyncEngine | None = None
         self.live = LiveGenerations()
         self.metrics_port: int | None = None
-        self._service = GenerationService(self.live, bounds, settings.max_message_bytes)
+        self._service = GenerationService(self.live, bounds, settings.max_message_size)
         self._models = ModelService()
         self._admin = AdminService(self.live, self.drain)
         self._health = Health(SERVICES)
-        self.calls = Calls(gate or OpenGate(), settings.max_message_bytes, [log_access])
+        self.calls = Calls(gate or OpenGate(), settings.max_message_size, [log_access])
         self._metrics = Metrics()
         self._endpoint = MetricsEndpoint(self._metrics.render)
         self._metrics_address = (settings.metrics_host, settings.metrics_port)
@@ -239,7 +241,7 @@ def _options(settings: ServerSettings) -> list[tuple[str, int]]:
     silence = round(settings.keepalive * 1000)
     return [
         *OPTIONS,
-        ("grpc.max_receive_message_length", min(MESSAGE_FACTOR * settings.max_message_bytes, MOST_BYTES)),
+        ("grpc.max_receive_message_length", min(MESSAGE_FACTOR * settings.max_message_size, MOST_BYTES)),
         # A peer that hangs is noticed only with both timeouts: keep-alive alone does not do it.
         ("grpc.keepalive_time_ms", silence),
         ("grpc.keepalive_timeout_ms", silence // 2),

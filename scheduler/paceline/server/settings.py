@@ -26,7 +26,7 @@ class ServerSettings:
         client_ca: PEM file; demands client certificates that it has signed.
         insecure: other machines may reach a server that does not protect itself.
         reflection, health: services that are served, or not.
-        max_message_bytes: of one request; up to four times that is received, to be refused.
+        max_message_size: bytes of one request; up to four times that is received, to be refused.
         keepalive: seconds of silence after which a peer is asked for a sign of life; it has half as long to answer.
         metrics_port: where metrics are served, in plaintext and to everybody who can reach it; None: nowhere.
         metrics_host: address to serve them on.
@@ -46,7 +46,7 @@ class ServerSettings:
     insecure: bool = False
     reflection: bool = True
     health: bool = True
-    max_message_bytes: int = 4 << 20
+    max_message_size: int = 4 << 20
     keepalive: float = 2.0
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
@@ -65,8 +65,8 @@ class ServerSettings:
             raise InvalidArgument(one, getattr(self, one), f"set together with {other}")
         if self.client_ca is not None and self.tls_cert is None:
             raise InvalidArgument("client_ca", self.client_ca, "set together with tls_cert and tls_key")
-        if not 1 <= self.max_message_bytes < 1 << 31:
-            raise InvalidArgument("max_message_bytes", self.max_message_bytes, "in 1..2^31-1")
+        if not 1 <= self.max_message_size < 1 << 31:
+            raise InvalidArgument("max_message_size", self.max_message_size, "in 1..2^31-1")
         if not 0.01 <= self.keepalive <= LONGEST_SILENCE:
             raise InvalidArgument("keepalive", self.keepalive, f"seconds in 0.01..{LONGEST_SILENCE}")
         if self.log_format not in LOG_FORMATS:

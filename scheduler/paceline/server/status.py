@@ -60,6 +60,7 @@ STATUS_RULES: Final[dict[str, StatusRule]] = {
     Reason.UNAVAILABLE: StatusRule(grpc.StatusCode.UNAVAILABLE, 500),
     Reason.DEADLINE_EXCEEDED: StatusRule(grpc.StatusCode.DEADLINE_EXCEEDED),
     Reason.CANCELLED: StatusRule(grpc.StatusCode.CANCELLED),
+    Reason.NOT_FINITE: StatusRule(grpc.StatusCode.INTERNAL),
     Reason.INTERNAL: StatusRule(grpc.StatusCode.INTERNAL),
 }
 

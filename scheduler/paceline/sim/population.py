@@ -154,6 +154,8 @@ class Population:
                     break
         if mistakes:
             raise BadFile(path, mistakes)
+        if not requests:
+            raise InvalidArgument("arrivals.file", path, "a trace of at least one request")
         yield from sorted(requests, key=lambda request: request.time)
 
     def _line(self, data: dict[str, object]) -> SimulatedRequest:

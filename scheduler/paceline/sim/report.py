@@ -47,6 +47,12 @@ def render(study: Study, title: str) -> None:
         f"{summary['tokens_per_second']:.0f} tokens/s, {summary['requests_per_second']:.2f} requests/s, "
         f"in time {100.0 * summary['in_time']:.1f} % of those that ended, {summary['unfinished']} not ended"
     )
+    for name, figures in study.tenants.items():
+        if figures.too_large:
+            console.print(
+                f"{name}: {figures.too_large} of {figures.arrived} requests were refused since they can never fit: "
+                "num_blocks of the engine, or max_blocks of the tenant, is less than a request may fill"
+            )
     service, bound = summary["backlogged_service"], study.service_bound
     if len(service) > 1 and study.backlogged_seconds > bound and min(service.values()) > 0.0:
         shares = ", ".join(f"{name} {seconds:.1f}" for name, seconds in service.items())

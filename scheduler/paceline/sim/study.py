@@ -20,7 +20,7 @@ from paceline.core.request import Request, RequestStats
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.core.stopping import cut_run
-from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from paceline.errors import DeadlineExceeded, PacelineError, QuotaExceeded, Reason, ResourceExhausted, Unavailable
 from paceline.sim.clock import VirtualClock
 from paceline.sim.counting_runner import TOKEN, CountingRunner
 from paceline.sim.order import EarliestDeadlineFirst, FirstComeFirstServed
@@ -40,7 +40,8 @@ class TenantFigures:
     weight: float = 1.0
     arrived: int = 0
     finished: int = 0
-    refused: int = 0  # too late, or no room in a queue
+    refused: int = 0  # too late, no room in a queue, or too large
+    too_large: int = 0  # of these, those that can never fit the KV blocks, the machine's or the tenant's
     in_time: int = 0  # finished, before their deadline if they had one
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -260,7 +261,9 @@ class _Simulator:
                 time,
                 scheduling=request.scheduling(tenant if self.ours else "", time),
             )
-        except (ResourceExhausted, Unavailable, DeadlineExceeded):
+        except (ResourceExhausted, Unavailable, DeadlineExceeded) as error:
+            if _is_too_large(error):
+                self.study.tenants[request.tenant].too_large += 1
             self._refused(request_id)
 
     def _step(self, plan: StepPlan) -> None:
@@ -370,6 +373,11 @@ def _policy(depth: str, costs: CostModel) -> DepthPolicy:
     if depth == "auto":
         return AdaptiveDepth(costs)
     return FixedDepth(0 if depth == "off" else int(depth))
+
+
+def _is_too_large(error: PacelineError) -> bool:
+    """It is no matter of time."""
+    return error.reason == Reason.EXCEEDS_KV_CACHE or (isinstance(error, QuotaExceeded) and error.limit == "max_blocks")
 
 
 def _percentile(values: array[float], percent: int) -> float | None:

@@ -1,0 +1,180 @@
+"""Logits that are no numbers end the request that has them, and nobody else notices."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.client import RpcError
+from paceline.core.method import Method
+from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
+from paceline.engine import Engine, GenerationRequest, StepLoop
+from paceline.errors import NotFinite, PacelineError
+from paceline.runner import ModelRunner
+from paceline.runner.drafter import Draft
+from paceline.wiring import EngineSettings, build_engine
+from support.model_serving import model_serving
+from support.pairs import tiny_pair
+
+BAD, WORSE = 301, 302  # tokens that the model reads as NaN, and as infinity
+TOKENS = 10
+BLOCK = 8
+PROMPTS = [(3, 1, 4, 1, 5), (9,), tuple(range(1, 20))]
+GREEDY = SamplingParams(temperature=0.0)
+BACKENDS = ["torch", "native"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    sound, draft = tiny_pair(folder)
+    target = folder / "damaged"
+    shutil.copytree(sound, target)
+    weights = load_file(target / "model.safetensors")
+    weights["model.embed_tokens.weight"][BAD, 5] = torch.nan
+    weights["model.embed_tokens.weight"][WORSE, 5] = torch.inf
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target, draft
+
+
+@cache
+def make(pair: tuple[Path, Path], backend: str, **settings: Any) -> Engine:
+    wanted = {
+        **{"dtype": "float32", "max_model_len": 64, "block_size": BLOCK, "kv_cache_memory": 1 << 20, "depth": "3"},
+        **settings,
+    }
+    return build_engine(EngineSettings(str(pair[0]), str(pair[1]), backend=backend, **wanted))
+
+
+def request(prompt: tuple[int, ...], sampling: SamplingParams = GREEDY, **fields: Any) -> GenerationRequest:
+    # Those of some depth, so that runs have several rows.
+    depth = {"speculation": SpeculationParams(min_depth=2, max_depth=3)}
+    return GenerationRequest(prompt, sampling, StopParams(max_tokens=TOKENS, ignore_eos=True), **(depth | fields))
+
+
+def run(engine: Engine, requests: list[GenerationRequest]) -> list[list[int] | PacelineError]:
+    """What each came to."""
+    ids = [engine.add(one) for one in requests]
+    tokens: dict[int, list[int]] = {request_id: [] for request_id in ids}
+    errors: dict[int, PacelineError] = {}
+    steps = StepLoop(engine)
+    while (done := steps.step()) is not None:
+        for output in done.outputs:
+            tokens[output.request_id].extend(output.token_ids)
+        for request_id, error in engine.take_refused():
+            assert request_id not in errors
+            errors[request_id] = error
+        engine.check_invariants()
+    errors.update(engine.take_refused())
+    return [errors.get(request_id, tokens[request_id]) for request_id in ids]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [BAD, WORSE])
+def test_it_ends_alone(pair: tuple[Path, Path], backend: str, bad: int, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make(pair, backend)
+    neighbours = [request(prompt) for prompt in PROMPTS]
+    expected = run(engine, neighbours)
+    free = engine.scheduler.kv.num_free_blocks
+    sampled = request((2, bad), SamplingParams(temperature=0.8))
+    seeded = request((2, bad), SamplingParams(seed=1), logprobs=LogprobsParams(completion=1, prompt=1))
+    with caplog.at_level(logging.ERROR, "paceline"):
+        found = run(engine, [neighbours[0], request((7, bad, 8)), neighbours[1], sampled, seeded, neighbours[2]])
+    errors = [found.pop(4), found.pop(3), found.pop(1)]
+    assert found == expected
+    assert all(isinstance(error, NotFinite) for error in errors), errors
+    assert "logits that are not finite" in str(errors[0])
+    assert len(caplog.records) == 3, "each is told once"
+    assert engine.scheduler.kv.num_free_blocks == free
+    assert run(engine, neighbours) == expected, "in the blocks that it had"
+
+
+def test_it_ends_alone_where_nobody_waits_for_the_device(pair: tuple[Path, Path]) -> None:
+    """A step with it is launched already when the one before tells of it."""
+    engine = make(pair, "triton")
+    [expected] = run(make(pair, "torch"), [request((9,))])
+    sampled = request((2, BAD), SamplingParams(temperature=0.8))
+    found = run(engine, [request((WORSE, 8)), request((9,)), sampled])
+    assert [type(one) for one in (found[0], found[2])] == [NotFinite] * 2
+    assert found[1] == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_the_middle_of_a_completion(pair: tuple[Path, Path], backend: str) -> None:
+    """Its own token breaks it; what came before is good."""
+    only_bad = SamplingParams(temperature=0.0, allowed_token_ids=(BAD,))
+    [error] = run(make(pair, backend), [request((5, 6), only_bad)])
+    assert isinstance(error, NotFinite)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nobody_finds_its_blocks(pair: tuple[Path, Path], backend: str) -> None:
+    """A prompt read in parts has told of the first before anybody looks at logits."""
+    engine = make(pair, backend, prefix_cache="shared", long_prefill_threshold=BLOCK, max_num_batched_tokens=64)
+    cache, good = engine.scheduler.kv.cache, tuple(range(40, 40 + 3 * BLOCK))
+    [expected] = run(engine, [request(good)])
+    num_known = len(cache)
+    assert num_known > 0
+    bad = (*range(100, 100 + BLOCK), BAD, *good)
+    assert isinstance(run(engine, [request(bad), request(good)])[0], NotFinite)
+    assert len(cache) == num_known, "those of the sound prompt, and no others"
+    # The next has the blocks that are free now, those of the bad one first.
+    assert run(engine, [request(good[1:]), request(good)])[1] == expected
+    [error] = run(engine, [request(bad)])
+    assert isinstance(error, NotFinite)
+
+
+def test_blocks_that_were_left_by_one_that_was_aborted(pair: tuple[Path, Path]) -> None:
+    """Whoever finds them fails, and is the last to find them."""
+    engine = make(pair, "torch", prefix_cache="shared", long_prefill_threshold=BLOCK, max_num_batched_tokens=64)
+    bad = (BAD, *range(200, 200 + 3 * BLOCK))
+    request_id = engine.add(request(bad))
+    StepLoop(engine).step()
+    engine.abort(request_id)
+    cache = engine.scheduler.kv.cache
+    num_known = len(cache)
+    assert isinstance(run(engine, [request(bad)])[0], NotFinite)
+    assert len(cache) < num_known
+
+
+def test_drafts_that_are_rejected_break_nothing(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows behind a rejection are nobody's. In torch's attention they reach those before them: 0 times NaN."""
+    engine = make(pair, "native")
+    assert isinstance(engine.runner, ModelRunner)
+    expected = run(engine, [request(prompt) for prompt in PROMPTS])
+    drafter, drafted = engine.runner.drafters[Method.DRAFT_MODEL], 0
+    original = drafter.propose
+
+    def bad_drafts(planned: Any) -> list[Draft]:
+        nonlocal drafted
+        drafts = original(planned)
+        for draft in drafts:
+            drafted += len(draft.token_ids)
+            draft.token_ids[:] = [BAD] * len(draft.token_ids)
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", bad_drafts)
+    assert run(engine, [request(prompt) for prompt in PROMPTS]) == expected
+    assert drafted > 0
+
+
+async def test_a_client_is_told(pair: tuple[Path, Path]) -> None:
+    async with model_serving(str(pair[0]), draft=str(pair[1]), max_model_len=64) as serving:
+        with pytest.raises(RpcError) as caught:
+            await serving.client.complete([5, BAD], max_tokens=TOKENS, temperature=0.0)
+        assert caught.value.code is grpc.StatusCode.INTERNAL
+        assert caught.value.reason == "NOT_FINITE"
+        assert "not finite" in str(caught.value)
+        done = await serving.client.complete(list(PROMPTS[0]), max_tokens=TOKENS, temperature=0.0)
+        assert len(done.token_ids) > 0
+        await serving.until_idle()
+        outcomes = [usage.outcomes for usage in serving.engine.engine.usage.report().values()]
+        assert outcomes == [{"INTERNAL": 1, "OK": 1}]
