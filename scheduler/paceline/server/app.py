@@ -44,6 +44,9 @@ OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     # A burst of a thousand more would be refused by the transport, which cannot say when to come again.
     ("grpc.max_concurrent_streams", 8192),
     ("grpc.max_metadata_size", 16 << 10),
+    # The window of a stream would grow to hundreds of megabytes, for whoever keeps sending, and what nobody reads lies
+    # in memory. A message that is read has a window of its size.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # So that load balancers get to move clients; streams in flight may end on the old connection.
