@@ -11,6 +11,8 @@ from paceline.core.grammar import Mask
 from paceline.structured.vocabulary import Vocabulary, only_token
 
 NOTHING_FOLLOWS = "no token of the vocabulary may follow"
+# What llguidance says of a text that can be read in too many ways: whatever lexer it is read with.
+TOO_MANY_WAYS = "Parser Error: Current row has"
 
 
 class Origin(Protocol):
@@ -140,6 +142,8 @@ class LLGuidanceMatcher:
         """Let the parser read an emitted token. A full lexer refuses like a grammar, so a new one has the last word."""
         if self._parser.try_consume_tokens([token_id]) == 1:
             return True
+        if self._parser.get_error().startswith(TOO_MANY_WAYS):  # everybody would wait a second for a large grammar
+            return False
         self._renew_parser()
         return self._parser.try_consume_tokens([token_id]) == 1
 
