@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import sys
@@ -26,6 +27,7 @@ from paceline.server.tls import TlsFiles
 from paceline.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from paceline.v1 import generation_pb2 as pb
 from support.certificates import Authority
+from support.http2 import END_HEADERS, HEADERS, PREFACE, SETTINGS, call_headers, frame, hpack, raw_connection
 from support.serving import MODEL, PATIENCE, Serving, details_of, failure, request
 from support.serving import serving as serving_context
 
@@ -131,6 +133,17 @@ async def test_without_a_key_nothing(
     )
     assert served.idle
     assert not re.search("|".join((CHAT[9:20], OTHER[9:20], WRONG[9:20])), caplog.text)
+
+
+async def test_nothing_is_received_of_those_whom_nobody_knows(served: Serving) -> None:
+    """A connection may open thousands of streams, and what lies half received in each of them takes memory."""
+    async with raw_connection(served.address) as connection, asyncio.timeout(PATIENCE):
+        begin = PREFACE + frame(SETTINGS, 0, 0)
+        await connection.send(begin + frame(HEADERS, END_HEADERS, 1, hpack(call_headers())))
+        received = b""
+        while b"grpc-status" not in received:  # though nothing follows the headers
+            received += await connection.reader.read(1 << 16)
+        assert b"no credential" in received
 
 
 @pytest.mark.parametrize("form", ["bearer {}", "BEARER {}", "Bearer  {} "])

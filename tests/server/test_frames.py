@@ -35,7 +35,7 @@ from support.http2 import (
     prefixed,
     raw_connection,
 )
-from support.serving import Serving, request
+from support.serving import PATIENCE, Serving, request
 
 MESSAGE = request("from a raw socket", max_tokens=4).SerializeToString()
 BEGIN = PREFACE + frame(SETTINGS, 0, 0)
@@ -200,6 +200,27 @@ async def test_connections_that_end_in_the_middle(serving: Serving, ending: str)
             if ending == "reset":
                 connection.reset()
     await others.check()
+
+
+async def test_windows_do_not_grow(serving: Serving) -> None:
+    """What is sent before anybody reads lies in memory, for each of thousands of streams."""
+    kind, initial_window, data = 3, 4, b""
+    async with raw_connection(serving.address) as connection, asyncio.timeout(PATIENCE):
+        await connection.send(BEGIN)
+        while len(data) < 9 or len(data) < 9 + int.from_bytes(data[:3]):
+            data += await connection.reader.read(1 << 16)
+    assert data[kind] == SETTINGS
+    settings = dict(struct.iter_unpack(">HI", data[9 : 9 + int.from_bytes(data[:3])]))
+    assert settings.get(initial_window, 65535) <= 65535
+
+
+async def test_a_call_without_a_message(serving: Serving) -> None:
+    async with raw_connection(serving.address) as connection, asyncio.timeout(PATIENCE):
+        await connection.send(BEGIN + headers(flags=END_HEADERS | END_STREAM))
+        received = b""
+        while b"grpc-status" not in received:
+            received += await connection.reader.read(1 << 16)
+        assert b"must be one message" in received
 
 
 FRAMES = st.builds(

@@ -42,6 +42,9 @@ async def test_unknown_service(serving: Serving) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await health_of(serving).Check(health_pb2.HealthCheckRequest(service="nope"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(grpc.aio.AioRpcError) as caught:  # what headers would not carry
+        await health_of(serving).Check(health_pb2.HealthCheckRequest(service="\0" * 100_000))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     call = health_of(serving).Watch(health_pb2.HealthCheckRequest(service="nope"))
     assert (await call.read()).status == UNKNOWN
     call.cancel()

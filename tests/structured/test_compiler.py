@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -43,6 +44,10 @@ REFUSED = {
         "multipleOf",
     ),
     "a multiple in a grammar": (lark('start: %json {"type": "integer", "multipleOf": 1000003}'), "multipleOf"),
+    "a multiple that is spelt by numbers": (
+        lark(r'start: %json {"type": "integer", "mu\u006CtipleOf": 1000003}'),
+        "multipleOf",
+    ),
     "an unclosed class": (regex("[a-z"), "unclosed"),
     "look-around": (regex(r"a(?!b)"), "look-around"),
     "a back-reference": (regex(r"(a)\1"), "backreferences"),
@@ -118,6 +123,25 @@ def test_one_spec_is_compiled_once(compiler: LLGuidanceCompiler, monkeypatch: py
     assert len(builds) == 1
     # The same text, read otherwise, is another grammar.
     assert compiler.compile(choice("once[0-9]")) is not first
+
+
+def test_a_slow_one_keeps_no_other_waiting(compiler: LLGuidanceCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, go_on = LLGuidanceGrammar._build, threading.Event()
+
+    def slow(grammar: LLGuidanceGrammar) -> LLMatcher:
+        if "slow" in grammar._source:
+            assert go_on.wait(30)
+        return build(grammar)
+
+    monkeypatch.setattr(LLGuidanceGrammar, "_build", slow)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(compiler.compile, regex("slow"))
+        other = pool.submit(compiler.compile, regex("quick"))
+        try:
+            assert other.result(timeout=10)
+        finally:
+            go_on.set()
+        assert waiting.result()
 
 
 def test_old_grammars_are_forgotten(compiler: LLGuidanceCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -552,6 +552,18 @@ def test_a_full_lexer_is_replaced(tokenizer: PreTrainedTokenizerBase, monkeypatc
     assert renewed
 
 
+def test_a_text_that_is_read_in_too_many_ways_has_no_grammar_compiled_anew(
+    compiler: LLGuidanceCompiler, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stop there again, and the batch waits for it."""
+    grammar = compiler.compile(lark("start: " + "|".join(['"a"'] * 3000)))
+    monkeypatch.setattr(grammar, "renewed_parser", None)
+    matcher = grammar.matcher()
+    assert not matcher.masks(encode(tokenizer, "a"))[1].any()
+    assert not matcher.advance(encode(tokenizer, "a"))
+    assert "too complex" in (matcher.failure or "")
+
+
 def test_a_full_lexer_is_no_end(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "LIMITS", LLParserLimits(max_lexer_states=300, verbose_errors=False))
     grammar = LLGuidanceCompiler(tokenizer, PADDED, [EOS]).compile(regex(f"ca*|{TWINS.text}"))

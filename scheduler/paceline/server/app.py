@@ -46,6 +46,9 @@ OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     # Both: above the first alone, gRPC would refuse by chance, up to a quarter more.
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
+    # The window of a stream would grow to hundreds of megabytes, for whoever keeps sending, and what nobody reads lies
+    # in memory. A message that is read has a window of its size.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # So that load balancers get to move clients; streams in flight may end on the old connection.

@@ -198,18 +198,16 @@ class Calls(grpc.aio.ServerInterceptor):
         return self._wrapped[method]
 
     def _wrap(self, method: str, handler: Handler) -> Handler:
-        kind = "_".join(
-            "stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming)
-        )
-        behaviour = getattr(handler, kind)
+        one = "stream" if handler.response_streaming else "unary"
+        behaviour = getattr(handler, f"{'stream' if handler.request_streaming else 'unary'}_{one}")
         # Not the library's to call: it would parse what nobody has been admitted for, and tell the client its errors.
         parse = _parser(handler.request_deserializer)
 
-        async def respond(request: Any, context: Context) -> Any:
+        async def respond(requests: AsyncIterator[bytes], context: Context) -> Any:
             with self._call(method, context) as call:
                 try:
                     call.caller = call.admit()
-                    asked = _each(parse, request) if handler.request_streaming else self._read(parse, request)
+                    asked = _each(parse, requests) if handler.request_streaming else await self._read(parse, requests)
                     answer = behaviour(asked, context)
                     if not hasattr(answer, "__aiter__"):
                         return await answer
@@ -223,11 +221,14 @@ class Calls(grpc.aio.ServerInterceptor):
                 except Exception:
                     await abort(context, internal_error(call.request_id), call.request_id)
 
-        return handler._replace(request_deserializer=None, **{kind: respond})
+        # As a stream, also a single request: else the library would receive what nobody has been admitted for, too.
+        return handler._replace(request_streaming=True, request_deserializer=None, **{f"stream_{one}": respond})
 
-    def _read(self, parse: Callable[[bytes], Any], data: bytes) -> Any:
-        check_size(len(data), self._max_message_bytes)
-        return parse(data)
+    async def _read(self, parse: Callable[[bytes], Any], requests: AsyncIterator[bytes]) -> Any:
+        async for data in requests:
+            check_size(len(data), self._max_message_bytes)
+            return parse(data)
+        raise InvalidArgument("request", None, "one message", reason=Reason.MALFORMED_REQUEST)
 
     @contextmanager
     def _call(self, method: str, context: Context) -> Iterator[Call]:

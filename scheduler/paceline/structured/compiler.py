@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits
 
@@ -97,10 +99,14 @@ class LLGuidanceCompiler:
         backend: Any = getattr(tokenizer, "backend_tokenizer")  # noqa: B009, slow tokenizers do not declare it
         self._vocabulary = Vocabulary(backend.to_str(), vocab_size, eos_token_ids, tokenizer.all_special_ids)
         self._compiled = functools.lru_cache(MAX_CACHED)(self._compile)
-        self._lock = threading.Lock()  # one at a time, so that requests that come together compile a grammar once
+        # One for each grammar, so that requests that come together compile it once, and wait for no other.
+        self._locks: WeakValueDictionary[GrammarSpec, threading.Lock] = WeakValueDictionary()
+        self._finding = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        with self._lock:
+        with self._finding:
+            lock = self._locks.setdefault(spec, threading.Lock())
+        with lock:
             return self._compiled(spec)
 
     def _compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
@@ -131,7 +137,7 @@ def _source(spec: GrammarSpec) -> str:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(spec.text)
         case GrammarKind.GRAMMAR:
-            if "%json" in spec.text and "multiple" in spec.text:
+            if "%json" in spec.text and "multiple" in _unescaped(spec.text):
                 raise ValueError("multipleOf only in structured.json_schema, where its size is looked at")
             return LLMatcher.grammar_from_lark(spec.text)
         case GrammarKind.CHOICE:
@@ -149,6 +155,11 @@ def _check_multiples(schema: object) -> None:
             common = math.lcm(common, digits)
             if common > MAX_MULTIPLE:
                 raise ValueError(f"multipleOf: digits with a common multiple of at most {MAX_MULTIPLE}")
+
+
+def _unescaped(text: str) -> str:
+    """JSON with its letters as they are: keys may be written as numbers."""
+    return re.sub(r"\\u([0-9a-fA-F]{4})", lambda escape: chr(int(escape[1], 16)), text)
 
 
 def _values(node: object, key: str) -> Iterator[object]:

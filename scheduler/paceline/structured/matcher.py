@@ -11,6 +11,8 @@ from paceline.core.grammar import Mask
 from paceline.structured.vocabulary import Vocabulary, only_token
 
 NOTHING_FOLLOWS = "no token of the vocabulary may follow"
+# What llguidance says of a text that can be read in too many ways: whatever lexer it is read with.
+TOO_MANY_WAYS = "Parser Error: Current row has"
 
 
 class Origin(Protocol):
@@ -53,6 +55,7 @@ class LLGuidanceMatcher:
         self._emitted: list[int] = []  # text that was emitted: the parser has read it, and nothing else
         self._ahead: LLMatcher | None = None  # a copy that has read drafts, too:
         self._drafts: tuple[int, ...] = ()  # these
+        self._too_many_ways = False  # why the last drafts that could not be read could not
         self._rows: dict[tuple[int, ...], Mask] = {}  # what may follow behind the emitted text and these drafts
         self._closed = False  # an end-of-sequence id was emitted
         self._failure: str | None = None
@@ -99,6 +102,9 @@ class LLGuidanceMatcher:
             return rows
         stopped_at = self._fill(rows, drafts)
         while stopped_at is not None:
+            if stopped_at and self._too_many_ways:  # nothing may follow there, whatever lexer it is read with
+                rows[stopped_at] = 0
+                break
             self._renew_parser()
             before, stopped_at = stopped_at, self._fill(rows, drafts, stopped_at)
             if stopped_at == 0:
@@ -140,6 +146,8 @@ class LLGuidanceMatcher:
         """Let the parser read an emitted token. A full lexer refuses like a grammar, so a new one has the last word."""
         if self._parser.try_consume_tokens([token_id]) == 1:
             return True
+        if self._parser.get_error().startswith(TOO_MANY_WAYS):  # everybody would wait a second for a large grammar
+            return False
         self._renew_parser()
         return self._parser.try_consume_tokens([token_id]) == 1
 
@@ -198,6 +206,7 @@ class LLGuidanceMatcher:
             self._ahead, known = self._parser.deep_copy(), 0
         unread = list(drafts[known:])
         if self._ahead.try_consume_tokens(unread) < len(unread):
+            self._too_many_ways = self._ahead.get_error().startswith(TOO_MANY_WAYS)
             self._ahead = None
             return None
         self._drafts = drafts
