@@ -22,13 +22,15 @@ from paceline.bench import (
     calibration,
     depth,
     grammar,
-    limits,
     report,
     sampling,
     serving,
     swing,
 )
-from paceline.bench.limits import Figure, Memory, Passes
+from paceline.bench.limits import measuring
+from paceline.bench.limits.memory import peak_memory
+from paceline.bench.limits.results import Figure, Memory, Passes
+from paceline.bench.limits.work import matrix_elements, prefill_operations, streamed_bytes
 from paceline.bench.setting import parse_settings
 from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
 from paceline.cli import app, main
@@ -236,13 +238,13 @@ def test_what_limits_count(pair: tuple[Path, Path]) -> None:
     config = load_model_config(pair[0])
     tensors = load_file(pair[0] / "model.safetensors")
     matrices = {name: t.numel() for name, t in tensors.items() if t.dim() == 2 and "embed" not in name}
-    assert limits.streamed_bytes(config, 2) == 2 * sum(matrices.values())
-    assert limits.matrix_elements(config) == sum(matrices.values()) - matrices["lm_head.weight"]
+    assert streamed_bytes(config, 2) == 2 * sum(matrices.values())
+    assert matrix_elements(config) == sum(matrices.values()) - matrices["lm_head.weight"]
     rows, heads = 10, config.num_heads * config.head_dim
-    products = 2 * rows * limits.matrix_elements(config)
+    products = 2 * rows * matrix_elements(config)
     # Row r sees r + 1 positions; a score and a weighted value of each take a multiplication and an addition.
     attention = config.num_layers * sum(2 * 2 * heads * (row + 1) for row in range(rows))
-    assert limits.prefill_operations(config, rows) == products + attention
+    assert prefill_operations(config, rows) == products + attention
 
 
 @needs_compiler
@@ -250,7 +252,7 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Of a tiny model in tiny buffers: the numbers mean nothing here, but all of them are there."""
     target, draft = tiny_pair(tmp_path, tie_word_embeddings=True)
     monkeypatch.setattr(ceilings, "uncached_bytes", lambda: 4 << 20)
-    monkeypatch.setattr(limits, "median_seconds", partial(ceilings.median_seconds, least=0.0))
+    monkeypatch.setattr(measuring, "median_seconds", partial(ceilings.median_seconds, least=0.0))
     monkeypatch.setattr(ceilings, "LEAST_SECONDS", 0.001)
     command = ["bench", "limits", "--model", str(target), "--draft", str(draft), "--rounds", "2"]
     options = ["--dtype", "bfloat16", "--kv-cache-memory", "8MiB", "--json", str(tmp_path / "out.json")]
@@ -277,7 +279,7 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [(some["depth"], len(some["together"])) for some in said["draft_passes"]] == [(4, 2), (8, 2)]
     memory = said["memory"]
     config = load_model_config(target)
-    assert memory["weights"] == 2 * limits.streamed_bytes(config, 2)
+    assert memory["weights"] == 2 * streamed_bytes(config, 2)
     assert (7 << 20) < memory["kv"] <= (8 << 20)
     assert memory["peak"] > memory["idle"] > 0
 
@@ -364,7 +366,7 @@ def test_no_queue_is_a_size_too(tmp_path: Path) -> None:
 
 def test_peak_memory_is_the_systems() -> None:
     known = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    assert limits.peak_memory() == pytest.approx(known, rel=0.05)
+    assert peak_memory() == pytest.approx(known, rel=0.05)
 
 
 # -- swing ------------------------------------------------------------------------------------------------------------
