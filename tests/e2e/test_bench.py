@@ -252,7 +252,9 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Of a tiny model in tiny buffers: the numbers mean nothing here, but all of them are there."""
     target, draft = tiny_pair(tmp_path, tie_word_embeddings=True)
     monkeypatch.setattr(ceilings, "uncached_bytes", lambda: 4 << 20)
-    monkeypatch.setattr(measuring, "median_seconds", partial(ceilings.median_seconds, least=0.0))
+    once = partial(ceilings.median_seconds, least=0.0)
+    monkeypatch.setattr(ceilings, "median_seconds", once)
+    monkeypatch.setattr(measuring, "median_seconds", once)
     monkeypatch.setattr(ceilings, "LEAST_SECONDS", 0.001)
     command = ["bench", "limits", "--model", str(target), "--draft", str(draft), "--rounds", "2"]
     options = ["--dtype", "bfloat16", "--kv-cache-memory", "8MiB", "--json", str(tmp_path / "out.json")]
