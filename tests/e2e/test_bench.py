@@ -27,8 +27,7 @@ from paceline.bench import (
     serving,
     swing,
 )
-from paceline.bench.limits import measuring
-from paceline.bench.limits.memory import peak_memory
+from paceline.bench.limits import measuring, memory
 from paceline.bench.limits.results import Figure, Memory, Passes
 from paceline.bench.limits.work import matrix_elements, prefill_operations, streamed_bytes
 from paceline.bench.setting import parse_settings
@@ -42,6 +41,7 @@ from paceline.errors import InvalidArgument, NotWritten
 from paceline.models import load_model_config
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import ceilings
+from support import short_profile
 from support.native import needs_compiler
 from support.pairs import tiny_pair
 
@@ -255,6 +255,8 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     once = partial(ceilings.median_seconds, least=0.0)
     monkeypatch.setattr(ceilings, "median_seconds", once)
     monkeypatch.setattr(measuring, "median_seconds", once)
+    called = memory._in_new_process
+    monkeypatch.setattr(memory, "_in_new_process", lambda f, argument: called(partial(short_profile.call, f), argument))
     monkeypatch.setattr(ceilings, "LEAST_SECONDS", 0.001)
     command = ["bench", "limits", "--model", str(target), "--draft", str(draft), "--rounds", "2"]
     options = ["--dtype", "bfloat16", "--kv-cache-memory", "8MiB", "--json", str(tmp_path / "out.json")]
@@ -279,11 +281,11 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert len(figure["seconds"]) == len(figure["ceilings"]) == 2
         assert min(figure["rate"], figure["ceiling"], figure["fraction"]) > 0
     assert [(some["depth"], len(some["together"])) for some in said["draft_passes"]] == [(4, 2), (8, 2)]
-    memory = said["memory"]
+    taken = said["memory"]
     config = load_model_config(target)
-    assert memory["weights"] == 2 * streamed_bytes(config, 2)
-    assert (7 << 20) < memory["kv"] <= (8 << 20)
-    assert memory["peak"] > memory["idle"] > 0
+    assert taken["weights"] == 2 * streamed_bytes(config, 2)
+    assert (7 << 20) < taken["kv"] <= (8 << 20)
+    assert taken["peak"] > taken["idle"] > 0
 
 
 @pytest.mark.parametrize(
@@ -368,7 +370,7 @@ def test_no_queue_is_a_size_too(tmp_path: Path) -> None:
 
 def test_peak_memory_is_the_systems() -> None:
     known = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    assert peak_memory() == pytest.approx(known, rel=0.05)
+    assert memory.peak_memory() == pytest.approx(known, rel=0.05)
 
 
 # -- swing ------------------------------------------------------------------------------------------------------------
