@@ -8,7 +8,7 @@ from typing import Any
 from common import Bench
 from drive import Window, complete, serve
 
-from paceline.bench.limits import prefill_operations, streamed_bytes
+from paceline.bench.limits.work import prefill_operations, streamed_bytes
 from paceline.core.method import Method
 from paceline.core.params import SpeculationParams
 from paceline.models import ModelConfig

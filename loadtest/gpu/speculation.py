@@ -12,7 +12,7 @@ from common import GREEDY, Bench
 from drive import Window, serve
 
 from paceline.bench.depth import workload
-from paceline.bench.limits import streamed_bytes
+from paceline.bench.limits.work import streamed_bytes
 from paceline.bench.setting import Setting, parse_settings, steered
 from paceline.bench.throughput import AUTO, OFF
 from paceline.bench.turns import Stream

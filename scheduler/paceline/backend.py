@@ -13,13 +13,12 @@ import torch
 from paceline.device import Gpu, triton_obstacle
 from paceline.errors import FailedPrecondition
 from paceline.models import Decoder, Model, load_model, load_native
+from paceline.models.config import DTYPES
 from paceline.settings import EngineSettings
 from paceline_kernels.cpu import decoder
 from paceline_kernels.ops import Ops
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def choose_backend(settings: EngineSettings, gpu: Gpu | None) -> str:

@@ -22,6 +22,7 @@ from paceline.bench import app as bench_app
 from paceline.bench.cli import check_output, check_plot
 from paceline.command_options import client_options, parse_size, with_options
 from paceline.errors import EngineDead, InvalidArgument, NotWritten, PacelineError
+from paceline.screen import Screen
 from paceline.whole_file import write_json
 
 if TYPE_CHECKING:
@@ -310,7 +311,7 @@ def generate(
     """Complete prompts as one batch, offline or by a server; texts stream to the terminal in the prompts' order."""
     _check_effect(context, server, draft, depth)
     prompts = [_from_stdin() if prompt == "-" else prompt for prompt in prompts]
-    terminal = _InTurn(prompts, n)
+    screen = Screen(prompts, n)
     options: Any = {
         "n": n,
         "max_tokens": max_tokens,
@@ -327,13 +328,13 @@ def generate(
         from paceline.terminal import complete_prompts
 
         options["model"] = model if _is_written(context, "model") else ""
-        complete_prompts(server, connection(), prompts, options, terminal)
+        complete_prompts(server, connection(), prompts, options, screen)
         return
     from paceline.llm import LLM
     from paceline.wiring import build_engine
 
     llm = LLM.from_engine(build_engine(settings()))
-    llm.generate(prompts, on_text=terminal.add, on_finish=terminal.finish, **options)
+    llm.generate(prompts, on_text=screen.add, on_finish=screen.finish, **options)
 
 
 def _check_effect(context: typer.Context, server: str | None, draft: str, depth: str) -> None:
@@ -469,43 +470,3 @@ def _progress(text: str) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(text, total=None)
         yield lambda count: progress.advance(task, count)
-
-
-class _InTurn:
-    """Prints the texts of a batch one after the other: the first that has not ended as it comes, those behind it after.
-
-    Several texts get a heading each.
-
-    Args:
-        n: texts of each prompt. Not checked: whoever is asked for them does that.
-    """
-
-    def __init__(self, prompts: list[str], n: int) -> None:
-        self._prompts, self._n = prompts, n
-        self._count = len(prompts) * n
-        self._waiting: dict[int, list[str]] = {}
-        self._ended: set[int] = set()
-        self._turn = 0
-
-    def add(self, index: int, text: str) -> None:
-        self._of(index).append(text)
-        self._print()
-
-    def finish(self, index: int) -> None:
-        self._of(index).append("\n\n" if self._count > 1 else "\n")
-        self._ended.add(index)
-        self._print()
-
-    def _of(self, index: int) -> list[str]:
-        """What is not printed yet of a text."""
-        if index not in self._waiting:
-            self._waiting[index] = [f"==> {self._prompts[index // self._n]}\n" if self._count > 1 else ""]
-        return self._waiting[index]
-
-    def _print(self) -> None:
-        while self._turn < self._count:
-            print("".join(self._of(self._turn)), end="", flush=True)
-            self._of(self._turn).clear()
-            if self._turn not in self._ended:
-                return
-            self._turn += 1

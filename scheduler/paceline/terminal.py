@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
-from typing import Final, Protocol
+from typing import Final
 
 from rich.console import Console
 
@@ -23,6 +23,7 @@ from paceline.client import (
     build_request,
 )
 from paceline.errors import PacelineError
+from paceline.screen import Screen
 
 # What a model writes must not move the cursor or rename the window.
 CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -34,14 +35,6 @@ HELP: Final = """\
 /stats         figures of all answers so far
 /exit          leave, as Ctrl-D does
 Ctrl-C stops an answer; what there is of it stays."""
-
-
-class Screen(Protocol):
-    """Where the texts of a batch appear, by the index of the completion."""
-
-    def add(self, index: int, text: str) -> None: ...
-
-    def finish(self, index: int) -> None: ...
 
 
 def complete_prompts(

@@ -22,7 +22,7 @@ from paceline.core.depth_policy import FixedDepth
 from paceline.core.grammar import GrammarCompiler
 from paceline.core.method import Method
 from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
-from paceline.core.plan import StepRunner
+from paceline.core.plan import PipelinedRunner, StepRunner
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.core.tenant_policy import ONE_SHARE
@@ -263,7 +263,7 @@ def _runner(
     return _on_device(runner, config, settings.seed) if choices.backend == "triton" else runner
 
 
-def _on_device(host: ModelRunner, config: SchedulerConfig, seed: int) -> StepRunner:
+def _on_device(host: ModelRunner, config: SchedulerConfig, seed: int) -> PipelinedRunner:
     """A runner whose steps are launched on the device of `host`, to which it leaves what cannot be."""
     from paceline.runner.device_passes import ModelAndKV  # which import Triton
     from paceline.runner.device_runner import DeviceRunner

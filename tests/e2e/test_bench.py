@@ -22,13 +22,14 @@ from paceline.bench import (
     calibration,
     depth,
     grammar,
-    limits,
     report,
     sampling,
     serving,
     swing,
 )
-from paceline.bench.limits import Figure, Memory, Passes
+from paceline.bench.limits import measuring, memory
+from paceline.bench.limits.results import Figure, Memory, Passes
+from paceline.bench.limits.work import matrix_elements, prefill_operations, streamed_bytes
 from paceline.bench.setting import parse_settings
 from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
 from paceline.cli import app, main
@@ -40,6 +41,7 @@ from paceline.errors import InvalidArgument, NotWritten
 from paceline.models import load_model_config
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import ceilings
+from support import short_profile
 from support.native import needs_compiler
 from support.pairs import tiny_pair
 
@@ -236,13 +238,13 @@ def test_what_limits_count(pair: tuple[Path, Path]) -> None:
     config = load_model_config(pair[0])
     tensors = load_file(pair[0] / "model.safetensors")
     matrices = {name: t.numel() for name, t in tensors.items() if t.dim() == 2 and "embed" not in name}
-    assert limits.streamed_bytes(config, 2) == 2 * sum(matrices.values())
-    assert limits.matrix_elements(config) == sum(matrices.values()) - matrices["lm_head.weight"]
+    assert streamed_bytes(config, 2) == 2 * sum(matrices.values())
+    assert matrix_elements(config) == sum(matrices.values()) - matrices["lm_head.weight"]
     rows, heads = 10, config.num_heads * config.head_dim
-    products = 2 * rows * limits.matrix_elements(config)
+    products = 2 * rows * matrix_elements(config)
     # Row r sees r + 1 positions; a score and a weighted value of each take a multiplication and an addition.
     attention = config.num_layers * sum(2 * 2 * heads * (row + 1) for row in range(rows))
-    assert limits.prefill_operations(config, rows) == products + attention
+    assert prefill_operations(config, rows) == products + attention
 
 
 @needs_compiler
@@ -250,7 +252,11 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Of a tiny model in tiny buffers: the numbers mean nothing here, but all of them are there."""
     target, draft = tiny_pair(tmp_path, tie_word_embeddings=True)
     monkeypatch.setattr(ceilings, "uncached_bytes", lambda: 4 << 20)
-    monkeypatch.setattr(limits, "median_seconds", partial(ceilings.median_seconds, least=0.0))
+    once = partial(ceilings.median_seconds, least=0.0)
+    monkeypatch.setattr(ceilings, "median_seconds", once)
+    monkeypatch.setattr(measuring, "median_seconds", once)
+    called = memory._in_new_process
+    monkeypatch.setattr(memory, "_in_new_process", lambda f, argument: called(partial(short_profile.call, f), argument))
     monkeypatch.setattr(ceilings, "LEAST_SECONDS", 0.001)
     command = ["bench", "limits", "--model", str(target), "--draft", str(draft), "--rounds", "2"]
     options = ["--dtype", "bfloat16", "--kv-cache-memory", "8MiB", "--json", str(tmp_path / "out.json")]
@@ -275,11 +281,11 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert len(figure["seconds"]) == len(figure["ceilings"]) == 2
         assert min(figure["rate"], figure["ceiling"], figure["fraction"]) > 0
     assert [(some["depth"], len(some["together"])) for some in said["draft_passes"]] == [(4, 2), (8, 2)]
-    memory = said["memory"]
+    taken = said["memory"]
     config = load_model_config(target)
-    assert memory["weights"] == 2 * limits.streamed_bytes(config, 2)
-    assert (7 << 20) < memory["kv"] <= (8 << 20)
-    assert memory["peak"] > memory["idle"] > 0
+    assert taken["weights"] == 2 * streamed_bytes(config, 2)
+    assert (7 << 20) < taken["kv"] <= (8 << 20)
+    assert taken["peak"] > taken["idle"] > 0
 
 
 @pytest.mark.parametrize(
@@ -364,7 +370,7 @@ def test_no_queue_is_a_size_too(tmp_path: Path) -> None:
 
 def test_peak_memory_is_the_systems() -> None:
     known = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    assert limits.peak_memory() == pytest.approx(known, rel=0.05)
+    assert memory.peak_memory() == pytest.approx(known, rel=0.05)
 
 
 # -- swing ------------------------------------------------------------------------------------------------------------

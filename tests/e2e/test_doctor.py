@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from paceline import compiled, doctor
 from paceline.cli import app
 from paceline.device import Gpu
+from paceline.doctor import facts, rates, report
 from paceline.errors import PacelineError
 from paceline_kernels.cpu import build, ceilings, decoder
 from support.native import needs_compiler
@@ -51,7 +53,7 @@ def test_quick_measures_nothing() -> None:
 def test_what_cannot_be_served_is_told_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(doctor, "_native_obstacle", lambda: pytest.fail("it was looked at"))
+    monkeypatch.setattr(report, "native_obstacle", lambda: pytest.fail("it was looked at"))
     result = CliRunner().invoke(app, ["doctor", *options])
     assert isinstance(result.exception, PacelineError)
     assert said in str(result.exception)
@@ -59,9 +61,13 @@ def test_what_cannot_be_served_is_told_before_anything_is_measured(
 
 @needs_compiler
 def test_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of small things: the numbers mean nothing here, but all of them are there."""
+    """Of small things, once each: the numbers mean nothing here, but all of them are there."""
+    once = partial(ceilings.median_seconds, least=0.0)
+    monkeypatch.setattr(ceilings, "median_seconds", once)
+    monkeypatch.setattr(rates, "median_seconds", once)
+    monkeypatch.setattr(ceilings, "LEAST_SECONDS", 0.001)
     monkeypatch.setattr(ceilings, "uncached_bytes", lambda: 4 << 20)
-    monkeypatch.setattr(doctor, "FEATURES", 256)
+    monkeypatch.setattr(rates, "FEATURES", 256)
     measured = as_json()["measured"]
     assert measured["read"] > 0
     assert measured["read_one_thread"] > 0
@@ -79,20 +85,20 @@ def test_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 def test_fractions_are_of_the_ceiling_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "uncached_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(doctor, "FEATURES", 256)
-    rates = iter([1e9, 4e9, 2e9] * 3)
+    monkeypatch.setattr(rates, "FEATURES", 256)
+    ceiling_rates = iter([1e9, 4e9, 2e9] * 3)
     seconds = (1 << 20) / 1e9  # each product reads at 1 GB/s
-    monkeypatch.setattr(doctor, "median_seconds", lambda call: seconds)
-    figures = doctor._measure_linear(decoder.Kind.INT8, lambda: next(rates))
+    monkeypatch.setattr(rates, "median_seconds", lambda call: seconds)
+    figures = rates._measure_linear(decoder.Kind.INT8, lambda: next(ceiling_rates))
     assert [figure.fraction for figure in figures] == pytest.approx([0.5] * 3)
     assert [figure.gigabytes_per_second for figure in figures] == pytest.approx([1.0] * 3)
 
 
 def test_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = [doctor.Linear("int8", rows, 9.0, fraction) for rows, fraction in ((1, 0.81), (4, 0.72), (16, 0.63))]
-    measured = doctor.Measured(10.0, 20.0, {"int8": 30.0}, linear)
-    facts = [doctor.Fact("a thing", "is so"), doctor.Fact("another", "is not", "make it so")]
-    monkeypatch.setattr(doctor, "examine", lambda *options: doctor.Report(facts, measured))
+    linear = [rates.Linear("int8", rows, 9.0, fraction) for rows, fraction in ((1, 0.81), (4, 0.72), (16, 0.63))]
+    measured = rates.Measured(10.0, 20.0, {"int8": 30.0}, linear)
+    found = [facts.Fact("a thing", "is so"), facts.Fact("another", "is not", "make it so")]
+    monkeypatch.setattr(doctor, "examine", lambda *options: report.Report(found, measured))
     text = CliRunner().invoke(app, ["doctor"]).output
     for words in ("a thing", "is so", "another: make it so", "20.0 GB/s", "int8 30", "81", "72", "63"):
         assert words in text
@@ -122,10 +128,10 @@ def test_sampling_that_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatc
         return load(name)
 
     monkeypatch.setattr(build, "load", refuse)
-    facts = as_json("--quick")["facts"]
-    assert facts["backend"]["value"] == "native"
-    assert facts["sampling"]["value"] == "torch, because: not today"
-    assert "slower" in facts["sampling"]["advice"]
+    found = as_json("--quick")["facts"]
+    assert found["backend"]["value"] == "native"
+    assert found["sampling"]["value"] == "torch, because: not today"
+    assert "slower" in found["sampling"]["advice"]
 
 
 def test_without_torch_nothing_can_be_served(tmp_path: Path) -> None:
@@ -144,24 +150,24 @@ def test_advice_where_something_is_missing(tmp_path: Path, monkeypatch: pytest.M
     for chosen, advised in (("never", True), ("madvise", False), ("always", False)):
         words = ("always", "madvise", "never")
         pages.write_text(" ".join(f"[{word}]" if word == chosen else word for word in words) + "\n")
-        monkeypatch.setattr(doctor, "LARGE_PAGES", pages)
-        fact = doctor._large_pages()
+        monkeypatch.setattr(facts, "LARGE_PAGES", pages)
+        fact = facts._large_pages()
         assert (fact.value, fact.advice is not None) == (chosen, advised)
-    monkeypatch.setattr(doctor, "_quota", lambda: 0.5)
+    monkeypatch.setattr(facts, "_quota", lambda: 0.5)
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
-    assert "--threads 1" in str(doctor._cores().advice)
+    assert "--threads 1" in str(facts._cores().advice)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "file" / "below"))
-    assert "cannot be written" in doctor._cache().value
-    assert build.CACHE_VARIABLE in str(doctor._cache().advice)
-    monkeypatch.setattr(doctor, "_cpu_info", lambda: {"model name": "Old", "flags": "sse2 fma"})
-    facts = {fact.name: fact for fact in doctor._machine()}
-    assert facts["CPU"].value == "Old"
-    assert facts["instructions"].value == "fma"
-    assert facts["instructions"].advice is not None
+    assert "cannot be written" in facts._cache().value
+    assert build.CACHE_VARIABLE in str(facts._cache().advice)
+    monkeypatch.setattr(facts, "_cpu_info", lambda: {"model name": "Old", "flags": "sse2 fma"})
+    machine = {fact.name: fact for fact in facts._machine()}
+    assert machine["CPU"].value == "Old"
+    assert machine["instructions"].value == "fma"
+    assert machine["instructions"].advice is not None
     runtimes = [Path("/a/libgomp.so.1"), Path("/b/libiomp5.so")]
-    monkeypatch.setattr(doctor, "openmp_runtimes", lambda: runtimes)
-    assert doctor._torch()[1].advice is not None
+    monkeypatch.setattr(facts, "openmp_runtimes", lambda: runtimes)
+    assert facts._torch()[1].advice is not None
 
 
 @pytest.mark.parametrize(
@@ -176,7 +182,7 @@ def test_advice_where_something_is_missing(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_runtimes_by_name(path: str, is_runtime: bool) -> None:
-    assert (doctor.OPENMP.search(path) is not None) == is_runtime
+    assert (facts.OPENMP.search(path) is not None) == is_runtime
 
 
 @needs_compiler
@@ -199,10 +205,10 @@ H100 = Gpu("NVIDIA H100", (9, 0), 80 << 30, 79 << 30, "12.8")
 
 
 def test_a_gpu_is_told_with_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_gpu", lambda: H100)
-    monkeypatch.setattr(doctor, "_measure", lambda: None)
-    monkeypatch.setattr(doctor, "_measure_gpu", lambda: doctor.GpuMeasured(2800.0, 700.0))
-    monkeypatch.setattr(doctor, "triton_obstacle", lambda gpu: None)
+    monkeypatch.setattr(report, "find_gpu", lambda: H100)
+    monkeypatch.setattr(report, "measure", lambda: None)
+    monkeypatch.setattr(report, "measure_gpu", lambda: rates.GpuMeasured(2800.0, 700.0))
+    monkeypatch.setattr(facts, "triton_obstacle", lambda gpu: None)
     text = " ".join(CliRunner().invoke(app, ["doctor"]).output.split())
     for words in (
         "NVIDIA H100, compute capability 9.0, 80.00 GiB, 79.00 GiB",
@@ -213,19 +219,19 @@ def test_a_gpu_is_told_with_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> N
         assert words in text
     found = as_json()
     assert found["gpu"] == {"copy": 2800.0, "multiply": 700.0}
-    monkeypatch.setattr(doctor, "triton_obstacle", lambda gpu: "triton is not installed")
+    monkeypatch.setattr(facts, "triton_obstacle", lambda gpu: "triton is not installed")
     found = as_json("--quick")
     assert found["gpu"] is None
     assert found["facts"]["backend"]["value"] == "torch on NVIDIA H100, because: triton is not installed"
 
 
 def test_a_gpu_that_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    [fact] = doctor._gpu(Gpu("Tesla V100", (7, 0), 32 << 30, 31 << 30))
+    [fact] = facts._gpu(Gpu("Tesla V100", (7, 0), 32 << 30, 31 << 30))
     assert "compute capability 8.0 is needed" in str(fact.advice)
-    assert doctor._backend(None, Gpu("Tesla V100", (7, 0), 32 << 30, 31 << 30))[0].value == "native"
-    assert doctor._gpu("no driver") == []
+    assert facts._backend(None, Gpu("Tesla V100", (7, 0), 32 << 30, 31 << 30))[0].value == "native"
+    assert facts._gpu("no driver") == []
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    [fact] = doctor._gpu("no driver")
+    [fact] = facts._gpu("no driver")
     assert (fact.value, fact.advice) == ("none", "if there is one: no driver")
 
 
@@ -244,4 +250,4 @@ def test_gpu_seconds_are_the_median_of_its_own_clock(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert doctor._gpu_seconds(lambda: None, rounds=3) == pytest.approx(2e-3)
+    assert rates._gpu_seconds(lambda: None, rounds=3) == pytest.approx(2e-3)

@@ -24,12 +24,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline import demo
-from paceline.backend import DTYPES
 from paceline.client import AsyncClient
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.engine import Engine, GenerationRequest
 from paceline.models import NativeDecoder, load_model_config
+from paceline.models.config import DTYPES
 from paceline.runner import KVCache
 from paceline.wiring import EngineSettings, build_engine
 from support.backends import DEVICE

@@ -19,10 +19,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from paceline import __version__
-from paceline.cli import _InTurn, app, main
+from paceline.cli import app, main
 from paceline.client import Client
 from paceline.command_options import parse_size
 from paceline.errors import InvalidArgument, NotFound
+from paceline.screen import Screen
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
 from support.checkpoints import tiny_checkpoint
@@ -169,13 +170,13 @@ def test_a_schema_that_is_neither_text_nor_file() -> None:
 
 def test_texts_stream_in_the_order_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     """The first that has not ended is shown as it comes; the others wait for their turn."""
-    terminal = _InTurn(["a", "b"], 1)
+    screen = Screen(["a", "b"])
     shown = []
     for step in (
-        lambda: terminal.add(1, "later"),
-        lambda: terminal.add(0, "now"),
-        lambda: terminal.finish(1),
-        lambda: terminal.finish(0),
+        lambda: screen.add(1, "later"),
+        lambda: screen.add(0, "now"),
+        lambda: screen.finish(1),
+        lambda: screen.finish(0),
     ):
         step()
         shown.append(capsys.readouterr().out)

@@ -21,13 +21,6 @@ def check_output(option: typer.CallbackParam, path: Path | None) -> Path | None:
     return path
 
 
-def check_temperature(value: float) -> float:
-    """Raises InvalidArgument, before an engine is built for it."""
-    if not 0.0 <= value < math.inf:
-        raise InvalidArgument("temperature", value, "a finite number >= 0")
-    return value
-
-
 def check_plot(option: typer.CallbackParam, path: Path | None) -> Path | None:
     """The same, of a PNG file. Raises InvalidArgument without what draws it, too."""
     check_output(option, path)
@@ -36,6 +29,13 @@ def check_plot(option: typer.CallbackParam, path: Path | None) -> Path | None:
 
         require_plots(path)
     return path
+
+
+def check_temperature(value: float) -> float:
+    """Raises InvalidArgument, before an engine is built for it."""
+    if not 0.0 <= value < math.inf:
+        raise InvalidArgument("temperature", value, "a finite number >= 0")
+    return value
 
 
 Model = Annotated[str, typer.Option(help="Model directory, or demo.")]

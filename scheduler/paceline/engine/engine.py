@@ -276,7 +276,7 @@ class Engine:
 
     @property
     def launch(self) -> Callable[[StepPlan], Pending] | None:
-        """How the runner starts a step before the one that runs is through; None if it only executes."""
+        """How a `PipelinedRunner` starts a step before the one that runs is through; None with any other runner."""
         launch: Callable[[StepPlan], Pending] | None = getattr(self.runner, "launch", None)
         return launch
 
