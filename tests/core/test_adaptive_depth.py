@@ -1165,11 +1165,14 @@ def test_who_may_get_deeper_by_a_longer_match_is_looked_at() -> None:
     assert held(policy, copying(0.5, 3)) is None
 
 
-@pytest.mark.parametrize(("seconds", "dwell"), [(1.0, DWELL), (0.001, DWELL), (0.0004, 3 * DWELL)])
-def test_decisions_about_short_steps_stand_longer(seconds: float, dwell: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "count", "dwell"),
+    [(1.0, 1, DWELL), (0.01, 1, DWELL), (0.0004, 1, 4 * DWELL), (0.01, 256, 5 * DWELL), (0.1, 256, DWELL)],
+)
+def test_decisions_stand_longer_where_steps_are_short_beside_them(seconds: float, count: int, dwell: int) -> None:
     policy = adaptive(costs_by(lambda rows: seconds + 1e-9 * rows, lambda count: seconds))
-    one = candidate(0.01)
-    load = load_of([one])
+    many = [candidate(0.01, number) for number in range(count)]
+    load = load_of(many)
     assert policy.standing(load) is None
-    policy.choose([one], load)
+    policy.choose(many, load)
     assert [policy.standing(load) is None for _ in range(dwell)] == [False] * (dwell - 1) + [True]

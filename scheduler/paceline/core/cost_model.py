@@ -216,9 +216,13 @@ class CostModel:
         same = self._first_bucket + self._per_context * context + self._per_sequence * sequences
         return [same + more for more in self._more.span(rows, count)]
 
-    def least_rise(self, rows: int, count: int) -> float:
-        """Seconds by which one row makes a step longer that has `rows` to `rows + count` of them, at the least."""
-        return self._more.least_rise(rows, count)
+    def rises(
+        self, rows: int, count: int, factor: float, each: float, taken: int = 0, more: float = math.inf
+    ) -> list[float]:
+        """Seconds by which 0, 1, ... `count` rows more make a step of `rows` longer, times a factor, plus as many times
+        `each`, [count + 1]; or fewer: the first that exceeds the one at `taken` by `more` is the last.
+        """
+        return self._more.rises(rows, count, factor, each, taken, more)
 
     def draft_passes(self, count: int) -> list[float]:
         """Seconds of one draft pass over 0, 1, ... `count` sequences, [count + 1]; none cost nothing."""

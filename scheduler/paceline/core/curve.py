@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from math import inf
 
 
 class Curve:
@@ -51,20 +51,26 @@ class Curve:
             values[0] = self._at_zero
         return values
 
-    def least_rise(self, first: int, count: int) -> float:
-        """From one count to the next, wherever between `first` and `first + count` that is least."""
+    def rises(
+        self, first: int, count: int, factor: float, each: float, taken: int = 0, more: float = math.inf
+    ) -> list[float]:
+        """By how much `first`, ... `first + count` exceed the first, times a factor, plus as many times `each`,
+        [count + 1]; or fewer: the first that exceeds the one at `taken` by `more` is the last.
+        """
         bucket, last, buckets = bisect_right(self._buckets, first) - 1, self._last, self._buckets
-        if bucket < 0 or last < 1:
-            return 0.0
-        least = inf
-        while bucket < last and buckets[bucket] < first + count:
-            slope = self._rises[bucket] / (buckets[bucket + 1] - buckets[bucket])
-            if slope < least:
-                least = slope
-            bucket += 1
-        if bucket >= last and buckets[last] < first + count:  # as between the last two
-            least = min(least, self._rises[last - 1] / (buckets[last] - buckets[last - 1]))
-        return self._scale * least if least < inf else 0.0
+        rise, total, most = factor * self._slope(bucket) + each, 0.0, math.inf
+        values = [total]
+        for number in range(first, first + count):
+            if number == first + taken:
+                most = total + more
+            if total > most:
+                break
+            if bucket < last and buckets[bucket + 1] <= number:
+                bucket += 1
+                rise = factor * self._slope(bucket) + each
+            total += rise
+            values.append(total)
+        return values
 
     def heights(self) -> list[float]:
         """At each bucket."""
@@ -86,6 +92,14 @@ class Curve:
         for index in range(first, self._last):
             height += self._rises[index]
             self._heights[index + 1] = height
+
+    def _slope(self, bucket: int) -> float:
+        """Behind the bucket of that index, or before the first one."""
+        if bucket < 0 or self._last < 1:
+            return 0.0
+        if bucket >= self._last:
+            bucket = self._last - 1
+        return self._scale * self._rises[bucket] / (self._buckets[bucket + 1] - self._buckets[bucket])
 
     def _line(self, bucket: int) -> tuple[float, float, int]:
         """Behind the bucket of that index, or before the first one: height, slope, and the count to go on from."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, offer_by
 from paceline.core.method import DRAFT_MODEL, NGRAM
 from paceline.core.prices import Prices
-from paceline.core.slot_order import Run, best_count, best_depths, that_may_pay
+from paceline.core.slot_order import Run, best_count, best_depths, least_rise, that_may_pay
 
 
 class NgramProblem:
@@ -38,8 +38,6 @@ class NgramProblem:
         matched = self._matched(drafts)
         if not matched:
             return self.standing
-        slots = drafts + sum([len(gains) for gains in matched.values()])
-        self._slot_prices = self.prices.of_slots(self.prices.load.rows, slots)
         copying = self._copying(matched)
         if not any([self.standing[index].depth for index in matched]):
             return self._joined(copying)
@@ -52,19 +50,24 @@ class NgramProblem:
         return best
 
     def _matched(self, drafts: int) -> dict[int, list[float]]:
-        """What n-grams offer that may pay, by index. Bounds are for the draft model to keep, where there is one.
+        """What n-grams offer that may pay, by index; and what slots cost. Bounds are for the draft model to keep, where there is one.
 
         Args:
             drafts: that stand.
         """
         offered = {}
+        tokens, taken, count = 0.0, drafts, drafts
         for index, candidate in enumerate(self.candidates):
             offer = offer_by(NGRAM, candidate)
             if offer is not None and not (candidate.lowest and offer_by(DRAFT_MODEL, candidate)):
-                offered[index] = offer.survivals[: candidate.reach(self.max_depth)]
-        least = self.prices.least_rise(
-            self.prices.load.rows, drafts + sum([len(survivals) for survivals in offered.values()])
-        )
+                survivals = offered[index] = offer.survivals[: candidate.reach(self.max_depth)]
+                tokens += sum(survivals)
+                taken += min(candidate.lowest, len(survivals))
+                count += len(survivals)
+        if not offered:
+            return offered
+        self._slot_prices = self.prices.of_slots(self.prices.load.rows, count, taken, tokens)
+        least = least_rise(self._slot_prices)
         matched = {}
         for index, survivals in offered.items():
             if gains := that_may_pay(survivals, least, self.candidates[index].lowest):

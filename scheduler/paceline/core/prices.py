@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import DepthCandidate, Offer, StepLoad
@@ -28,15 +29,11 @@ class Prices:
         self.slot_price = slot_price
         self.passes = passes
 
-    def of_slots(self, rows: int, count: int) -> list[float]:
-        """Of 0, 1, ... `count` slots beside so many rows."""
-        targets = self.costs.targets(rows, count, self.load.context)
-        first = targets[0]
-        return [self.second * (s - first) + self.slot_price * index for index, s in enumerate(targets)]
-
-    def least_rise(self, rows: int, count: int) -> float:
-        """Of one slot, wherever among `count` beside so many rows that is least: none that brings less can pay."""
-        return self.second * self.costs.least_rise(rows, count) + self.slot_price
+    def of_slots(self, rows: int, count: int, taken: int = 0, tokens: float = inf) -> list[float]:
+        """Of 0, 1, ... `count` slots beside so many rows, as far as they can pay: up to the first that costs more than
+        `tokens`, which all of them bring, beyond those that are taken anyway.
+        """
+        return self.costs.rises(rows, count, self.second, self.slot_price, taken, tokens)
 
     def of_drafting(self, candidate: DepthCandidate, offer: Offer, depth: int) -> float:
         """What the draft model adds for so many drafts of one request, what it has to read before included."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.core.depth import Chosen, DepthCandidate, Offer, within_bounds
 from paceline.core.prices import Prices
-from paceline.core.slot_order import Run, best_depths, that_may_pay
+from paceline.core.slot_order import Run, best_depths, least_rise, that_may_pay
 
 
 def review(
@@ -28,15 +28,21 @@ def review(
         rows: of the step without the drafts of any of these.
     """
     last = len(prices.passes) - 1
-    most = sum([len(offer.survivals) for offer in offers])
-    least = prices.least_rise(rows, most)
     runs = []
+    tokens, taken, count = 0.0, 0, 0
     for index, (candidate, offer) in enumerate(zip(candidates, offers)):
         survivals = offer.survivals[: candidate.reach(max_depth)]
         gains = [survival - prices.passes[min(position, last)] for position, survival in enumerate(survivals)]
-        asked = max(candidate.lowest, int(not candidate.steps_without_model))
-        runs.append(Run(index, asked, that_may_pay(gains, least, asked)))
-    depths = best_depths(runs, budget, prices.of_slots(rows, sum([len(run.gains) for run in runs])))
+        asked = min(max(candidate.lowest, int(not candidate.steps_without_model)), len(gains))
+        runs.append(Run(index, asked, gains))
+        tokens += sum(survivals)
+        taken += asked
+        count += len(gains)
+    slot_prices = prices.of_slots(rows, count, taken, tokens)
+    least = least_rise(slot_prices)
+    for run in runs:
+        run.gains = that_may_pay(run.gains, least, run.asked)
+    depths = best_depths(runs, budget, slot_prices)
     return [
         within_bounds(candidate, offer, depths[index])
         for index, (candidate, offer) in enumerate(zip(candidates, offers))

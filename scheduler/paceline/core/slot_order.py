@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Final
 
 ASKED: Final = 1e6  # rank of a slot that bounds ask for: before all others
@@ -33,8 +34,12 @@ def best_depths(runs: Sequence[Run], budget: int, prices: list[float]) -> dict[i
     Every count is looked at, since the first drop says nothing where prices rise in stairs.
 
     Args:
-        prices: of 0, 1, ... slots beside whatever there is: rising from the first, for all slots of the runs.
+        prices: of 0, 1, ... slots beside whatever there is, rising from the first: for all that can pay.
     """
+    if len(runs) == 1:
+        [run] = runs
+        count, _ = best_count(run.gains[: max(0, budget)], prices, run.asked)
+        return {run.index: count}
     # Of each slot its rank, its run and its gain: lists take half the time of an object for each.
     ranks: list[float] = []
     owners: list[int] = []
@@ -51,15 +56,20 @@ def best_depths(runs: Sequence[Run], budget: int, prices: list[float]) -> dict[i
                 ranks.append(-worst)
             owners.append(run.index)
             gains.append(gain)
-    slots = list(range(len(ranks)))
-    if len(runs) > 1:
-        slots.sort(key=ranks.__getitem__)
-    order = slots[: max(0, budget)]
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)[: max(0, min(budget, len(prices) - 1))]
     count, _ = best_count([gains[slot] for slot in order], prices, asked)
     depths = {run.index: 0 for run in runs}
     for slot in order[:count]:
         depths[owners[slot]] += 1
     return depths
+
+
+def least_rise(prices: list[float]) -> float:
+    """What one slot costs more than those before it, wherever that is least."""
+    least = inf
+    for index in range(1, len(prices)):
+        least = min(least, prices[index] - prices[index - 1])
+    return least
 
 
 def that_may_pay(gains: list[float], least: float, asked: int = 0) -> list[float]:
@@ -74,10 +84,10 @@ def best_count(gains: list[float], prices: list[float], asked: int = 0) -> tuple
     """How many of these slots bring the most beyond their prices, of no fewer than are asked for; and what they bring.
 
     Args:
-        prices: of 0, 1, ... of them, or of more.
+        prices: of 0, 1, ... of them, as far as they can pay, or of more.
     """
     best, most, tokens = 0, -prices[0], 0.0
-    for index, gain in enumerate(gains):
+    for index, gain in enumerate(gains[: len(prices) - 1]):
         tokens += gain
         worth = tokens - prices[index + 1]
         if index < asked or worth > most:

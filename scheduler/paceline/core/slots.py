@@ -8,7 +8,7 @@ from typing import Final
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, StepLoad, offer_by
 from paceline.core.method import DRAFT_MODEL
-from paceline.core.slot_order import ASKED, that_may_pay
+from paceline.core.slot_order import ASKED, least_rise, that_may_pay
 
 CATCH_UP_HORIZON: Final = 64  # steps over which a request that drafts again pays for what its draft model missed
 
@@ -64,10 +64,9 @@ class SlotProblem:
         self.load = load
         self.second = second
         self.slot_price = slot_price
-        runs = self.runs = self._runs(candidates, costs, max_depth)
-        num_slots = sum([len(run.survivals) for run in runs])
+        runs = self.runs = self._that_may_pay(_runs(candidates, load.budget, costs, max_depth), costs)
         self.more = max(1, len(runs))  # slots, behind all of these, whose cost is looked at
-        self.targets = costs.targets(load.rows, num_slots + self.more, load.context, load.sampling)
+        self.targets = costs.targets(load.rows, self.most + self.more, load.context, load.sampling)
         count = 1 + len(runs)
         self.first_pass, self.later_pass = costs.first_passes(count), costs.draft_passes(count)
         self.pass_price = second * _mean_rise(self.later_pass[1:])  # of a slot, at the average
@@ -111,7 +110,7 @@ class SlotProblem:
             if position >= passes:
                 continue
             budget -= slot.rows
-            if budget < 0:
+            if budget < 0 or len(taken) == self.most:
                 break
             before = in_pass[position]
             in_pass[position] = before + 1
@@ -173,24 +172,18 @@ class SlotProblem:
             most += 1
         return most
 
-    def _runs(self, candidates: list[DepthCandidate], costs: CostModel, max_depth: int) -> list[_Run]:
-        """What may pay, less what does not fit the budget for all that must be read before, short ones first."""
-        offers = [offer_by(DRAFT_MODEL, candidate) for candidate in candidates]
-        fitting = _fitting(offers, self.load.budget)
-        most = sum([len(offer.survivals) for offer in offers if offer is not None])
-        least = self.slot_price + self.second * costs.least_rise(self.load.rows, most)
-        runs = []
-        for owner, offer in enumerate(offers):
-            if offer is None or (offer.catch_up and owner not in fitting):
-                continue
-            candidate = candidates[owner]
-            survivals = offer.survivals[: candidate.reach(max_depth)]
-            asked = min(candidate.lowest, len(survivals))
-            survivals = that_may_pay(survivals, least, asked)
-            if survivals:
-                reading, forward = reading_seconds(costs, candidate, offer)
-                runs.append(_Run(owner, survivals, asked, offer.catch_up, reading, forward))
-        return runs
+    def _that_may_pay(self, runs: list[_Run], costs: CostModel) -> list[_Run]:
+        """Runs without slots at their ends that bring less than any slot costs, of as many as can pay together."""
+        tokens, taken, count = 0.0, 0, 0
+        for run in runs:
+            tokens += sum(run.survivals)
+            taken += run.asked
+            count += len(run.survivals)
+        prices = costs.rises(self.load.rows, count, self.second, self.slot_price, taken, tokens)
+        self.most, least = len(prices) - 1, least_rise(prices)
+        for run in runs:
+            run.survivals = that_may_pay(run.survivals, least, run.asked)
+        return [run for run in runs if run.survivals]
 
 
 class _Slot:
@@ -255,6 +248,23 @@ class _Run:
         self.catch_up = catch_up
         self.reading = reading
         self.forward = forward
+
+
+def _runs(candidates: list[DepthCandidate], budget: int, costs: CostModel, max_depth: int) -> list[_Run]:
+    """Less what does not fit the budget for all that must be read before, short ones first."""
+    offers = [offer_by(DRAFT_MODEL, candidate) for candidate in candidates]
+    fitting = _fitting(offers, budget)
+    runs = []
+    for owner, offer in enumerate(offers):
+        if offer is None or (offer.catch_up and owner not in fitting):
+            continue
+        candidate = candidates[owner]
+        survivals = offer.survivals[: candidate.reach(max_depth)]
+        if survivals:
+            asked = min(candidate.lowest, len(survivals))
+            reading, forward = reading_seconds(costs, candidate, offer)
+            runs.append(_Run(owner, survivals, asked, offer.catch_up, reading, forward))
+    return runs
 
 
 def reading_seconds(costs: CostModel, candidate: DepthCandidate, offer: Offer) -> tuple[float, float]:
