@@ -50,7 +50,8 @@ class NgramProblem:
         return best
 
     def _matched(self, drafts: int) -> dict[int, list[float]]:
-        """What n-grams offer that may pay, by index; and what slots cost. Bounds are for the draft model to keep, where there is one.
+        """What n-grams offer that may pay, by index; and tells what slots cost. Bounds are for the draft model to keep,
+        where there is one.
 
         Args:
             drafts: that stand.
