@@ -259,7 +259,7 @@ def test_what_an_engine_died_of_is_not_hidden_by_what_its_books_are_like(monkeyp
     def abort(request_id: int) -> bool:
         raise AssertionError("the books do not balance")
 
-    monkeypatch.setattr(engine.scheduler, "abort", abort)
+    monkeypatch.setattr(engine, "abort", abort)
     with pytest.raises(RuntimeError):
         LLM.from_engine(engine).generate([[1], [2]], max_tokens=50)
 

@@ -139,11 +139,25 @@ async def test_nothing_is_received_of_those_whom_nobody_knows(served: Serving) -
     """A connection may open thousands of streams, and what lies half received in each of them takes memory."""
     async with raw_connection(served.address) as connection, asyncio.timeout(PATIENCE):
         begin = PREFACE + frame(SETTINGS, 0, 0)
-        await connection.send(begin + frame(HEADERS, END_HEADERS, 1, hpack(call_headers())))
+        known_to_nobody = call_headers(authorization=f"Bearer {WRONG}")
+        await connection.send(begin + frame(HEADERS, END_HEADERS, 1, hpack(known_to_nobody)))
         received = b""
         while b"grpc-status" not in received:  # though nothing follows the headers
             received += await connection.reader.read(1 << 16)
-        assert b"no credential" in received
+        assert b"the key is not known here" in received
+
+
+def test_whoever_may_be_known_later_is_no_stranger() -> None:
+    """By a certificate, or because nobody has to be known."""
+    generate, known, wrong = "/paceline.v1.GenerationService/Generate", f"Bearer {CHAT}", f"Bearer {WRONG}"
+    keys = KeyGate(tenants(f'[tenants.a]\nkeys = ["{hash_key(CHAT)}"]'))
+    assert [keys.is_stranger(generate, shown) for shown in ([], [("authorization", wrong)])] == [True, True]
+    assert not keys.is_stranger(generate, [("authorization", known)])
+    assert not keys.is_stranger("/grpc.health.v1.Health/Check", [])
+    assert not KeyGate().is_stranger(generate, [])
+    certificates = KeyGate(tenants('[tenants.a]\ncommon_names = ["a"]'))
+    assert not certificates.is_stranger(generate, [])
+    assert certificates.is_stranger(generate, [("authorization", wrong)])
 
 
 @pytest.mark.parametrize("form", ["bearer {}", "BEARER {}", "Bearer  {} "])

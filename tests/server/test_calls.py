@@ -306,7 +306,7 @@ async def test_the_server_stops(served: Served) -> None:
     assert await served.told() == [grpc.StatusCode.CANCELLED]
 
 
-class ClosedGate:
+class ClosedGate(OpenGate):
     def admit(self, method: str, context: Context) -> Caller:
         raise PermissionDenied("nobody")
 

@@ -214,15 +214,6 @@ async def test_windows_do_not_grow(serving: Serving) -> None:
     assert settings.get(initial_window, 65535) <= 65535
 
 
-async def test_a_call_without_a_message(serving: Serving) -> None:
-    async with raw_connection(serving.address) as connection, asyncio.timeout(PATIENCE):
-        await connection.send(BEGIN + headers(flags=END_HEADERS | END_STREAM))
-        received = b""
-        while b"grpc-status" not in received:
-            received += await connection.reader.read(1 << 16)
-        assert b"must be one message" in received
-
-
 FRAMES = st.builds(
     frame,
     st.one_of(st.integers(0, 10), st.integers(0, 255)),

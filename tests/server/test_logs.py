@@ -21,7 +21,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.server.calls import Call, Caller, Context
+from paceline.server.calls import Call, Caller, Context, OpenGate
 from paceline.server.logs import TEXT, JsonFormatter, configure, log_access
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc
@@ -110,7 +110,7 @@ async def test_many_on_one_stream(free: Serving, lines: Lines) -> None:
 
 
 async def test_the_tenant_of_the_credential(serving: Serving, lines: Lines) -> None:
-    class Gate:
+    class Gate(OpenGate):
         def admit(self, method: str, context: Context) -> Caller:
             return Caller("tenants.acme", "acme")
 

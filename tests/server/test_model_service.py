@@ -14,7 +14,7 @@ from paceline.core.method import Method
 from paceline.core.params import SpeculationBounds
 from paceline.core.tenant_policy import TenantPolicy
 from paceline.engine.async_engine import LONG_IDS, LONG_TEXT
-from paceline.server.calls import Caller, Context
+from paceline.server.calls import Caller, Context, OpenGate
 from paceline.v1 import generation_pb2, model_pb2_grpc
 from paceline.v1 import model_pb2 as pb
 from support.serving import EOS, MAX_MODEL_LEN, MODEL, Serving, details_of, request, text_of
@@ -33,7 +33,7 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-class TenantGate:
+class TenantGate(OpenGate):
     """Everybody is this tenant, which may use these models."""
 
     def __init__(self, tenant: str, models: set[str] | None = None) -> None:

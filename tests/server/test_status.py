@@ -20,7 +20,7 @@ from paceline import errors
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.errors import Reason
 from paceline.server import convert
-from paceline.server.calls import Caller
+from paceline.server.calls import Caller, OpenGate
 from paceline.server.status import STATUS_RULES
 from paceline.sim import VirtualClock
 from paceline.v1 import generation_pb2 as pb
@@ -49,7 +49,7 @@ async def waiting(served: Serving, **scheduling: Any) -> Call:
     return call
 
 
-class Refusing:
+class Refusing(OpenGate):
     """A gate that admits nobody."""
 
     def __init__(self, error: errors.PacelineError) -> None:
@@ -59,7 +59,7 @@ class Refusing:
         raise self.error
 
 
-class Only:
+class Only(OpenGate):
     """A gate that knows one caller."""
 
     def __init__(self, tenant: str) -> None:

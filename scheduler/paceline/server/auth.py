@@ -10,7 +10,7 @@ from paceline.config_file import KEY_PREFIX, TenantsFile
 from paceline.errors import PermissionDenied, Unauthenticated, brief
 from paceline.headers import AUTHORIZATION_KEY
 from paceline.server.admin_service import ADMIN_SERVICE
-from paceline.server.calls import Caller, Context
+from paceline.server.calls import Caller, Context, Metadata
 
 COMMON_NAME: Final = "x509_common_name"
 ADMIN_PREFIX: Final = f"/{ADMIN_SERVICE}/"
@@ -66,8 +66,20 @@ class KeyGate:
             raise PermissionDenied(f"{method} is for admins; this credential is {caller.name}'s")
         return caller
 
+    def is_stranger(self, method: str, metadata: Metadata) -> bool:
+        if method.startswith(HEALTH_PREFIX) or self.is_open:
+            return False
+        shown = _shown(metadata)
+        if not shown:
+            return not self._by_common_name
+        try:
+            self._by_keys(shown)
+        except Unauthenticated:
+            return True
+        return False
+
     def _identify(self, context: Context) -> Caller:
-        shown = [value for key, value in context.invocation_metadata() or () if key == AUTHORIZATION_KEY]
+        shown = _shown(context.invocation_metadata() or ())
         if shown:
             return self._by_keys(shown)
         names = list(context.auth_context().get(COMMON_NAME, ()))
@@ -93,3 +105,7 @@ class KeyGate:
         if len(names) > 1 or name not in self._by_common_name:
             raise Unauthenticated(f"the client certificate's common name, {brief(name)}, is not known here")
         return self._by_common_name[name]
+
+
+def _shown(metadata: Metadata) -> list[str | bytes]:
+    return [value for key, value in metadata if key == AUTHORIZATION_KEY]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from paceline.server.status import abort
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = Any  # a grpc.RpcMethodHandler, which is a named tuple in fact and not in its types
+Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 # Seconds. The client's clock runs out before ours, by the time that its request took to come.
 DEADLINE_SLACK: Final = 0.25
@@ -89,12 +90,19 @@ class Gate(Protocol):
         """
         ...
 
+    def is_stranger(self, method: str, metadata: Metadata) -> bool:
+        """Nobody is known by what the call has sent first, nor can be by a certificate: it will not be admitted."""
+        ...
+
 
 class OpenGate:
     """Everybody may do everything: for a server that only its own machine reaches."""
 
     def admit(self, method: str, context: Context) -> Caller:
         return Caller(is_admin=True)
+
+    def is_stranger(self, method: str, metadata: Metadata) -> bool:
+        return False
 
 
 def _cancelled() -> grpc.StatusCode:
@@ -183,6 +191,7 @@ class Calls(grpc.aio.ServerInterceptor):
         self.observers = list(observers)
         self._max_message_bytes = max_message_bytes
         self._wrapped: dict[str, Handler] = {}
+        self._for_strangers: dict[str, Handler] = {}
 
     async def intercept_service(
         self,
@@ -195,19 +204,24 @@ class Calls(grpc.aio.ServerInterceptor):
             if handler is None:  # nobody knows the method: the library says so
                 return handler
             self._wrapped[method] = self._wrap(method, handler)
-        return self._wrapped[method]
+            self._for_strangers[method] = self._wrap_unread(method, handler)
+        # The library receives a single request, whatever its size, before it calls a handler: not those of strangers.
+        is_stranger = self.gate.is_stranger(method, handler_call_details.invocation_metadata or ())
+        return (self._for_strangers if is_stranger else self._wrapped)[method]
 
     def _wrap(self, method: str, handler: Handler) -> Handler:
-        one = "stream" if handler.response_streaming else "unary"
-        behaviour = getattr(handler, f"{'stream' if handler.request_streaming else 'unary'}_{one}")
+        kind = "_".join(
+            "stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming)
+        )
+        behaviour = getattr(handler, kind)
         # Not the library's to call: it would parse what nobody has been admitted for, and tell the client its errors.
         parse = _parser(handler.request_deserializer)
 
-        async def respond(requests: AsyncIterator[bytes], context: Context) -> Any:
+        async def respond(request: Any, context: Context) -> Any:
             with self._call(method, context) as call:
                 try:
                     call.caller = call.admit()
-                    asked = _each(parse, requests) if handler.request_streaming else await self._read(parse, requests)
+                    asked = _each(parse, request) if handler.request_streaming else self._read(parse, request)
                     answer = behaviour(asked, context)
                     if not hasattr(answer, "__aiter__"):
                         return await answer
@@ -221,14 +235,25 @@ class Calls(grpc.aio.ServerInterceptor):
                 except Exception:
                     await abort(context, internal_error(call.request_id), call.request_id)
 
-        # As a stream, also a single request: else the library would receive what nobody has been admitted for, too.
-        return handler._replace(request_streaming=True, request_deserializer=None, **{f"stream_{one}": respond})
+        return handler._replace(request_deserializer=None, **{kind: respond})
 
-    async def _read(self, parse: Callable[[bytes], Any], requests: AsyncIterator[bytes]) -> Any:
-        async for data in requests:
-            check_size(len(data), self._max_message_bytes)
-            return parse(data)
-        raise InvalidArgument("request", None, "one message", reason=Reason.MALFORMED_REQUEST)
+    def _wrap_unread(self, method: str, handler: Handler) -> Handler:
+        """Refuses a call of which nothing is received: as if it were a stream, which nobody reads."""
+        one = "stream" if handler.response_streaming else "unary"
+
+        async def refuse(requests: object, context: Context) -> Any:
+            with self._call(method, context) as call:
+                try:
+                    call.admit()
+                    raise Unavailable("credentials have changed meanwhile; call again")
+                except PacelineError as error:
+                    await abort(context, error, call.request_id)
+
+        return handler._replace(request_streaming=True, request_deserializer=None, **{f"stream_{one}": refuse})
+
+    def _read(self, parse: Callable[[bytes], Any], data: bytes) -> Any:
+        check_size(len(data), self._max_message_bytes)
+        return parse(data)
 
     @contextmanager
     def _call(self, method: str, context: Context) -> Iterator[Call]:
