@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from paceline.core.grammar import GrammarSpec
 from paceline.errors import InvalidArgument, Unavailable
 from paceline.structured import LLGuidanceCompiler
+from paceline.structured import compiler as compiler_module
 from paceline.structured import trials as trials_module
 from paceline.structured.trials import ATTEMPTS, MIB, TrialLimits
 from structured.conftest import EOS, PADDED
@@ -104,6 +105,15 @@ def test_what_takes_too_much_is_refused_alone(make: Made, spec: GrammarSpec, lim
     assert not is_there(before)
     assert follows(compiler.compile(regex("after")).matcher())
     assert pids(compiler) == [after]
+
+
+def test_what_goes_too_deep_is_refused_alone(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_GRAMMAR_LINES", 10_000)
+    chain = "".join(f"r{number}: r{number + 1}\n" for number in range(5000))
+    compiler = make(TrialLimits())
+    with pytest.raises(InvalidArgument, match="it goes too deep to compile"):
+        compiler.compile(lark(f'start: r0\n{chain}r5000: "a"'))
+    assert follows(compiler.compile(regex("after")).matcher())
 
 
 def test_what_was_refused_is_not_tried_again(make: Made) -> None:

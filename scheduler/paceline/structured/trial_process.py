@@ -20,6 +20,8 @@ from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.structured.compiler import build
 from paceline.structured.vocabulary import Vocabulary
 
+UNLIMITED_STACK = 2 << 20  # what glibc gives a thread then
+
 
 def main(connection: Connection, seconds: float, num_bytes: int) -> None:
     """Serve until the other end is closed, or a grammar takes more than its share: then the system ends this process.
@@ -32,6 +34,7 @@ def main(connection: Connection, seconds: float, num_bytes: int) -> None:
     with mmap.mmap(sys.stdin.fileno(), 0, access=mmap.ACCESS_READ) as state:
         vocabulary = Vocabulary(*json.loads(state[:]))
     _limit_memory(num_bytes)
+    _limit_stack()
     connection.send_bytes(b"")
     # From here on whoever sends grammars decides what is written there: that memory ended, for one.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
@@ -61,6 +64,13 @@ def _limit_memory(num_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * mmap.PAGESIZE + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _limit_stack() -> None:
+    """What recurses too deeply shall end this process, not the server: its threads have a little more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    of_threads = UNLIMITED_STACK if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_STACK, (of_threads * 3 // 4, hard))
 
 
 if __name__ == "__main__":

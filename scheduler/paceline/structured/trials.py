@@ -27,8 +27,6 @@ MIB = 1 << 20
 START_SECONDS = 120.0
 END_SECONDS = 10.0
 ATTEMPTS = 2  # somebody else may have ended a process, such as the system for memory
-# What memory that is not given ends a process by: Rust's allocator, a stack that cannot grow.
-OUT_OF_MEMORY = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +77,9 @@ class Trials:
                 reason = process.refusal(spec)
             except EOFError:
                 self._replace(process)
-                if process.returncode == -signal.SIGPROF:
-                    return f"it takes more than {self.limits.cpu_seconds:g} s of CPU to compile"
-                if process.returncode in OUT_OF_MEMORY and process.is_ready:
-                    return f"it takes more than {self.limits.num_bytes // MIB} MiB to compile"
+                reason = self._fault(process)
+                if reason is not None:
+                    return reason
                 if self._close.alive:
                     logger.warning("a process in which grammars are tried ended: %s", process.returncode)
             except BaseException:
@@ -98,6 +95,20 @@ class Trials:
         """End all processes. Grammars that are being tried are Unavailable, as are all later ones."""
         with self._lock:
             self._close()
+
+    def _fault(self, process: _TrialProcess) -> str | None:
+        """What the grammar has ended a process by, in words; None if somebody else has."""
+        if process.returncode is None or not process.is_ready:
+            return None
+        match -process.returncode:
+            case signal.SIGPROF:
+                return f"it takes more than {self.limits.cpu_seconds:g} s of CPU to compile"
+            case signal.SIGABRT:  # by Rust's allocator
+                return f"it takes more than {self.limits.num_bytes // MIB} MiB to compile"
+            case signal.SIGSEGV | signal.SIGBUS:  # by the end of the stack
+                return "it goes too deep to compile"
+            case _:
+                return None
 
     def _take(self) -> _TrialProcess:
         with self._lock:
