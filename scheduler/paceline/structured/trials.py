@@ -57,7 +57,7 @@ class Trials:
     def __init__(self, vocabulary: tuple[str, int, list[int], list[int]], limits: TrialLimits) -> None:
         self.limits = limits
         self._processes: set[_TrialProcess] = set()
-        self._idle: list[_TrialProcess] = []
+        self._idle: list[_TrialProcess] = []  # the next to be taken is the last
         self._lock = threading.Lock()
         self._vocabulary = _memory_file()
         self._vocabulary.write(json.dumps(vocabulary).encode())
@@ -125,7 +125,7 @@ class Trials:
         with self._lock:
             self._processes.discard(process)
             if self._close.alive:
-                self._idle.append(self._start())
+                self._idle.insert(0, self._start())  # it is the last to be taken: it has to load the vocabulary
 
     def _start(self) -> _TrialProcess:
         if not self._close.alive:
