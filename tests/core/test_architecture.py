@@ -78,7 +78,7 @@ UNREACHABLE: dict[str, set[str]] = {
     "paceline.core": {"torch", "transformers", "grpc"},
     "paceline.sim": {"torch", "transformers", "grpc"},
     "paceline.engine": {"torch", "transformers", "grpc"},
-    "paceline.structured": {"torch", "grpc", "asyncio"},
+    "paceline.structured": {"torch", "grpc", "asyncio", "transformers", "tokenizers"},
     "paceline.server": {"torch", "transformers"},
     "paceline.runner": {"grpc", "asyncio"},
     "paceline.client": HEAVY,

@@ -54,6 +54,20 @@ async def test_tenants_take_turns() -> None:
     assert await threads.run("calm", gate.call, "again") == "again"
 
 
+async def test_the_last_place_is_for_who_has_none() -> None:
+    threads, slow, quick = FairThreads(3), Gate(), Gate()
+    quick.open()
+    flood = [asyncio.create_task(threads.run("flood", slow.call, f"flood {i}")) for i in range(4)]
+    await slow.wait_begun()
+    await turns_of_the_loop()
+    for i in range(3):
+        assert await threads.run("calm", quick.call, f"calm {i}") == f"calm {i}"
+    slow.open()
+    await asyncio.gather(*flood)
+    assert len(slow.ran) == 4
+    assert (threads._free, threads._taken) == (3, {})
+
+
 async def test_a_call_may_raise() -> None:
     threads = FairThreads(1)
     for _ in range(2):
@@ -118,7 +132,7 @@ async def test_who_is_cancelled_as_the_turn_comes_hands_it_on() -> None:
     await threads._turn("a")
     left, next_one = (asyncio.create_task(threads.run("a", gate.call, name)) for name in ("left", "next"))
     await turns_of_the_loop()
-    threads._leave()
+    threads._leave("a")
     left.cancel()
     assert await next_one == "next"
     assert left.cancelled()

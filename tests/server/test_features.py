@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,9 +15,13 @@ import pytest
 
 from paceline import errors
 from paceline.client import Completion, FinishReason, GenerateOptions, TokenLogprobs
+from paceline.engine.fair_threads import FairThreads
+from paceline.models.tokenizer import load_tokenizer
 from paceline.server import delivery
+from paceline.structured import LLGuidanceCompiler
+from paceline.structured.trials import TrialLimits
 from support.checkpoints import END_OF_TEXT, END_OF_TEXT_ID, tiny_checkpoint
-from support.model_serving import ModelServing, model_serving
+from support.model_serving import PATIENCE, ModelServing, model_serving
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # the loop has no part in what is sampled
 
@@ -225,6 +231,60 @@ async def test_structures_that_cannot_be(served: ModelServing, options: Generate
         await served.client.complete(PROMPT, **options)
     assert not served.engine.engine.has_work
     assert (await served.client.complete(PROMPT, max_tokens=2, ignore_eos=True)).token_ids
+
+
+def conjunction(terms: int) -> str:
+    """A grammar that takes twice as much to compile for each term."""
+    return "start: ALL\nALL: " + " & ".join(f"/(.*a.{{{gap}}}b.*)/" for gap in range(1, terms + 1))
+
+
+@pytest.fixture
+def limited(checkpoint: str, served: ModelServing) -> Iterator[Callable[[TrialLimits], LLGuidanceCompiler]]:
+    """Gives the server other limits for its grammars."""
+    made: list[LLGuidanceCompiler] = []
+
+    def limit(limits: TrialLimits) -> LLGuidanceCompiler:
+        tokenizer = load_tokenizer(Path(checkpoint))
+        made.append(LLGuidanceCompiler(tokenizer, served.engine.engine.vocab_size, [END_OF_TEXT_ID], limits))
+        served.engine.engine.grammars = made[-1]
+        return made[-1]
+
+    yield limit
+    for compiler in made:
+        compiler.close()
+
+
+async def test_a_grammar_that_takes_too_much_ends_its_request_alone(
+    served: ModelServing, limited: Callable[[TrialLimits], LLGuidanceCompiler]
+) -> None:
+    await asyncio.to_thread(limited, TrialLimits(cpu_seconds=0.5))
+    bystander = asyncio.create_task(served.client.complete(PROMPT, max_tokens=200, ignore_eos=True))
+    for grammar in (conjunction(40), conjunction(41)):
+        with pytest.raises(errors.InvalidArgument, match=r"more than 0\.5 s of CPU to compile") as error:
+            await served.client.complete(PROMPT, grammar=grammar)
+        assert error.value.field == "structured.grammar"
+    assert (await served.client.complete(PROMPT, choices=["yes"])).text == "yes"
+    assert len((await bystander).token_ids) == 200
+
+
+async def test_slow_grammars_of_one_tenant_keep_no_other_waiting(
+    served: ModelServing, limited: Callable[[TrialLimits], LLGuidanceCompiler]
+) -> None:
+    compiler = await asyncio.to_thread(limited, TrialLimits(cpu_seconds=600.0, num_bytes=2 << 30))
+    assert compiler._trials is not None
+    served.engine._threads = FairThreads(3)
+    slow = [
+        asyncio.create_task(served.client.complete(PROMPT, tenant="flood", grammar=conjunction(40 + number)))
+        for number in range(5)
+    ]
+    async with asyncio.timeout(PATIENCE):
+        while len(compiler._trials._processes) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert (await served.client.complete(PROMPT, tenant="calm", choices=["yes"])).text == "yes"
+    assert not any(task.done() for task in slow)
+    for task in slow:
+        task.cancel()
+    await asyncio.wait(slow)
 
 
 # -- the rest, in one effect each -------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def test_rejected_drafts_leave_no_trace(opened: str, draft_by_draft: bool) -> No
     """At every step against matchers that never saw a draft: texts differ by their depth, of which tokens tell."""
     words = ["((", "))", ")))", "()", "[[", "]]", "]]]", "[]"]
     tokenizer = byte_tokenizer(words)
-    grammar = LLGuidanceCompiler(tokenizer, 300, [258 + len(words)]).compile(NESTED[opened[0]])
+    grammar = LLGuidanceCompiler(tokenizer, 300, [258 + len(words)], limits=None).compile(NESTED[opened[0]])
     brackets = {*b"()[],", *range(256, 256 + len(words))}
     for seed in range(200):
         rng = random.Random(seed)

@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits
 from paceline.core.grammar import Grammar, GrammarKind, GrammarSpec, Matcher
 from paceline.errors import InvalidArgument
 from paceline.structured.matcher import LLGuidanceMatcher
+from paceline.structured.trials import TrialLimits, Trials
 from paceline.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ MAX_CHOICES = 1024
 MAX_GRAMMAR_LINES = 1024
 MAX_MULTIPLE = 10_000  # takes a tenth of a second
 MAX_CACHED = 32
+MAX_TRIED = 256  # results of trials that are kept: above all of those that take long and come again
 MAX_REASON_CHARS = 200
 
 # llguidance's own, but for the lexer's states: each grammar may have so many, and 65536 take some 35 MB.
@@ -39,6 +41,8 @@ PROBE_LIMITS = LLParserLimits(max_lexer_states=1 << 16, initial_lexer_fuel=400_0
 
 # Enough for every usual layout, and so little that a model cannot spend its tokens on nothing.
 WHITESPACE = r"(\x20|\r?\n[\x20\t]{0,40})"
+
+DEFAULT_LIMITS = TrialLimits()
 
 ALLOWED = {
     GrammarKind.JSON_SCHEMA: "a JSON schema that something matches",
@@ -91,14 +95,25 @@ class LLGuidanceCompiler:
         tokenizer: a fast one of transformers.
         vocab_size: the model's, which pads the tokenizer's.
         eos_token_ids: ids that end a completion; they are allowed where the grammar is matched.
+        limits: what a grammar may take, which is tried in another process; None tries nothing, for grammars that come
+            from nobody else.
 
     Takes as long as loading the tokenizer: about a second for 128 k tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        limits: TrialLimits | None = DEFAULT_LIMITS,
+    ) -> None:
         backend: Any = getattr(tokenizer, "backend_tokenizer")  # noqa: B009, slow tokenizers do not declare it
-        self._vocabulary = Vocabulary(backend.to_str(), vocab_size, eos_token_ids, tokenizer.all_special_ids)
+        arguments = backend.to_str(), vocab_size, list(eos_token_ids), list(tokenizer.all_special_ids)
+        self._vocabulary = Vocabulary(*arguments)
+        self._trials = None if limits is None else Trials(arguments, limits)
         self._compiled = functools.lru_cache(MAX_CACHED)(self._compile)
+        self._tried = functools.lru_cache(MAX_TRIED)(self._try)
         # One for each grammar, so that requests that come together compile it once, and wait for no other.
         self._locks: WeakValueDictionary[GrammarSpec, threading.Lock] = WeakValueDictionary()
         self._finding = threading.Lock()
@@ -109,16 +124,31 @@ class LLGuidanceCompiler:
         with lock:
             return self._compiled(spec)
 
+    def close(self) -> None:
+        """End the processes in which grammars are tried. So does the end of this process, however it comes."""
+        if self._trials is not None:
+            self._trials.close()
+
     def _compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
         _check_size(spec)
-        try:
-            grammar = LLGuidanceGrammar(self._vocabulary, _source(spec))
-        except (ValueError, RecursionError) as error:  # no schema, or no Unicode
-            raise _refused(spec, str(error)) from error
-        refusal = grammar.refusal()
-        if refusal is not None:
-            raise _refused(spec, refusal)
-        return grammar
+        reason = self._tried(spec)
+        built = reason if reason is not None else build(self._vocabulary, spec)
+        if isinstance(built, str):
+            raise _refused(spec, built)
+        return built
+
+    def _try(self, spec: GrammarSpec) -> str | None:
+        return None if self._trials is None else self._trials.refusal(spec)
+
+
+def build(vocabulary: Vocabulary, spec: GrammarSpec) -> LLGuidanceGrammar | str:
+    """The grammar, or why no completion can follow it, in words. May take any time, and any memory."""
+    try:
+        grammar = LLGuidanceGrammar(vocabulary, _source(spec))
+    except (ValueError, RecursionError) as error:  # no schema, or no Unicode
+        return str(error)
+    refusal = grammar.refusal()
+    return grammar if refusal is None else refusal
 
 
 def _source(spec: GrammarSpec) -> str:
