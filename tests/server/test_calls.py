@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -145,6 +146,15 @@ class Served:
             return method(iter([StringValue(value=letter) for letter in text]), **how)
         return method(StringValue(value=text), **how)
 
+    def without_message(self, style: str, **how: Any) -> Any:
+        """A call of that kind by a client that streams requests, and has sent none so far."""
+        method = self.channel.stream_stream(
+            f"/{SERVICE}/{style.replace(' ', '_')}",
+            request_serializer=StringValue.SerializeToString,
+            response_deserializer=StringValue.FromString,
+        )
+        return method(**how)
+
     async def text_of(self, call: Any) -> str:
         if hasattr(call, "__aiter__"):
             return "".join([one.value async for one in call])
@@ -246,6 +256,57 @@ async def test_cancelled_while_it_waits(served: Served, style: str) -> None:
     call.cancel()
     await served.handlers.ended.wait()
     assert await served.told() == [grpc.StatusCode.CANCELLED]
+
+
+@pytest.mark.parametrize("style", [style for style in STYLES if style.startswith("unary")])
+@pytest.mark.parametrize(
+    ("seconds", "code"), [(0.05, grpc.StatusCode.DEADLINE_EXCEEDED), (PATIENCE, grpc.StatusCode.CANCELLED)]
+)
+async def test_the_client_is_gone_before_its_message_comes(
+    served: Served, style: str, seconds: float, code: grpc.StatusCode
+) -> None:
+    """Observers are told so, and of no message that is missing."""
+    for count in range(1, 11):
+        call = served.without_message(style, timeout=seconds)
+        await asyncio.sleep(0.02)
+        if code is grpc.StatusCode.CANCELLED:
+            call.cancel()
+        assert await served.told(count) == [code] * count
+    assert not served.handlers.entered.is_set()
+
+
+@pytest.mark.parametrize("style", [style for style in STYLES if style.startswith("unary")])
+async def test_an_end_without_a_message(served: Served, style: str) -> None:
+    call = served.without_message(style)
+    await call.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError, match="request = None: must be one message"):
+        await call.read()
+    assert await served.told() == [grpc.StatusCode.INVALID_ARGUMENT]
+
+
+@pytest.mark.parametrize("style", [style for style in STYLES if style.startswith("unary")])
+async def test_of_several_messages_the_first_is_answered(served: Served, style: str) -> None:
+    call = served.without_message(style)
+    for text in ("one", "two"):
+        await call.write(StringValue(value=text))
+    assert await served.text_of(call) == "ONE"
+    assert await served.told() == [grpc.StatusCode.OK]
+
+
+async def test_nothing_is_left_to_close_behind_a_single_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of a stream of requests that nobody reads to its end would take another."""
+    begun: list[str] = []
+    loop = asyncio.get_running_loop()
+    create = loop.create_task
+    monkeypatch.setattr(loop, "create_task", lambda task, **how: begun.append(str(task)) or create(task, **how))
+    for _ in range(3):
+        assert await served.text_of(served.call("unary_unary", "x")) == "X"
+    await served.told(3)
+    gc.collect()
+    await asyncio.sleep(0.01)
+    assert not [task for task in begun if "async_generator" in task], begun
 
 
 @pytest.mark.parametrize("style", [style for style in STYLES if "_stream" in style])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -34,6 +35,8 @@ Handler: TypeAlias = Any  # a grpc.RpcMethodHandler, which is a named tuple in f
 
 # Seconds. The client's clock runs out before ours, by the time that its request took to come.
 DEADLINE_SLACK: Final = 0.25
+# Seconds. Who goes away is first seen as one who sends nothing more, and being cancelled comes behind that.
+GONE_SLACK: Final = 0.01
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +210,7 @@ class Calls(grpc.aio.ServerInterceptor):
             with self._call(method, context) as call:
                 try:
                     call.caller = call.admit()
-                    asked = _each(parse, requests) if handler.request_streaming else await self._read(parse, requests)
+                    asked = _each(parse, requests) if handler.request_streaming else await self._read(parse, context)
                     answer = behaviour(asked, context)
                     if not hasattr(answer, "__aiter__"):
                         return await answer
@@ -224,11 +227,14 @@ class Calls(grpc.aio.ServerInterceptor):
         # As a stream, also a single request: else the library would receive what nobody has been admitted for, too.
         return handler._replace(request_streaming=True, request_deserializer=None, **{f"stream_{one}": respond})
 
-    async def _read(self, parse: Callable[[bytes], Any], requests: AsyncIterator[bytes]) -> Any:
-        async for data in requests:
-            check_size(len(data), self._max_message_bytes)
-            return parse(data)
-        raise InvalidArgument("request", None, "one message", reason=Reason.MALFORMED_REQUEST)
+    async def _read(self, parse: Callable[[bytes], Any], context: Context) -> Any:
+        # Not from the iterator, which the library would have to close in a task of its own.
+        data = await context.read()
+        if data is grpc.aio.EOF:
+            await asyncio.sleep(GONE_SLACK)
+            raise InvalidArgument("request", None, "one message", reason=Reason.MALFORMED_REQUEST)
+        check_size(len(data), self._max_message_bytes)
+        return parse(data)
 
     @contextmanager
     def _call(self, method: str, context: Context) -> Iterator[Call]:
