@@ -143,15 +143,16 @@ class AdaptiveDepth:
     def _look(self, candidates: Sequence[DepthCandidate], by_model: list[Chosen], prices: Prices) -> list[Chosen]:
         """At n-grams: who drafts by them, and what of that holds for more than this step."""
         chosen = NgramProblem(candidates, by_model, prices, self.max_depth).solve()
-        looks = self._standing.looks
-        for candidate, choice in zip(candidates, chosen):
+        looks, left = self._standing.looks, prices.load.budget - sum([choice.depth for choice in chosen])
+        for candidate, standing, choice in zip(candidates, by_model, chosen):
             if not candidate.match:
                 continue
-            if choice.method is not NGRAM:
-                looks[candidate.request_id] = Look(candidate.match)
-            elif choice.depth >= candidate.reach(self.max_depth):
+            reach = candidate.reach(self.max_depth)
+            if choice.method is NGRAM and choice.depth >= reach:
                 looks[candidate.request_id] = Look(candidate.match, choice)
-            else:  # with a longer match, it may go deeper
+            elif choice == standing and left >= reach:
+                looks[candidate.request_id] = Look(candidate.match)
+            else:  # with a longer match, more rows or other company, it may do something else
                 looks.pop(candidate.request_id, None)
         return chosen
 
