@@ -1210,3 +1210,10 @@ def test_decisions_stand_longer_where_steps_are_short_beside_them(seconds: float
     assert policy.standing(load) is None
     policy.choose(many, load)
     assert [policy.standing(load) is None for _ in range(dwell)] == [False] * (dwell - 1) + [True]
+
+
+def test_a_decision_about_steps_that_cost_nothing_does_not_stand_for_ever() -> None:
+    """As before anything was measured."""
+    policy, one = adaptive(CostModel([1, 8], [0.0, 0.0], 0.0, [1], [0.0])), candidate(0.9)
+    policy.choose([one], load_of([one]))
+    assert any(policy.standing(load_of([one])) is None for _ in range(PLAIN_INTERVAL))

@@ -37,10 +37,11 @@ MAX_DEPTH: Final = 8  # of any request, unless the operator fixes a higher depth
 # long; with no common factor, decisions meet such steps as often as others do.
 DWELL: Final = 7
 # About what a decision takes, in seconds, and what each request adds to it. Where that is more than a share of the
-# time of seven steps, it stands for as many times seven.
+# time of seven steps, it stands for as many times seven, but not as if steps took no time at all.
 DECISION_SHARE: Final = 0.005
 DECISION_SECONDS: Final = 50e-6
 SECONDS_PER_REQUEST: Final = 6e-6
+MOST_DWELLS: Final = 64  # fewer steps than those after which something is tried in any case
 PRICE_CHANGE: Final = 0.1  # tokens; of what a slot costs, since a decision, which calls for another
 HYSTERESIS: Final = 0.03  # of a step's worth, which a change of depth must bring
 EARNINGS_DECAY: Final = 0.5 ** (1 / 16)  # per step
@@ -173,7 +174,7 @@ class AdaptiveDepth:
             self._probes.begin(step)
         passed, slot_seconds = 1 if before is None else self._num_steps - before, slot_price / second
         takes = DECISION_SECONDS + SECONDS_PER_REQUEST * len(candidates)
-        self._dwell = DWELL * max(1, math.ceil(takes / (DECISION_SHARE * DWELL * step.seconds)))
+        self._dwell = DWELL * min(MOST_DWELLS, math.ceil(takes / (DECISION_SHARE * DWELL * step.seconds)))
         self._probes.save(step, passed)
         # First, so that what only goes on counts as drafts whose price is to be checked.
         for index in self._probes.go_on(step, by_model, slot_seconds, second, self._dwell):
