@@ -1,4 +1,4 @@
-"""Which drafts by n-grams join a step: chosen anew for each, since what they have to propose is known for one alone."""
+"""Which drafts by n-grams join a step, for those whose n-grams promise something new."""
 
 from __future__ import annotations
 
