@@ -61,7 +61,7 @@ def items_of(prompt: object) -> list[Any] | None:
     """What a prompt, or a batch of them, consists of, if it is of any kind that has items in order: lists, numpy's
     arrays. None of text and of what is iterable, but no prompt.
     """
-    if not isinstance(prompt, Iterable) or isinstance(prompt, str | bytes | bytearray | Mapping):
+    if not isinstance(prompt, Iterable) or isinstance(prompt, str | bytes | bytearray | Mapping | set | frozenset):
         return None
     try:
         return list(prompt)

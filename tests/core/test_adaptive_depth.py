@@ -1165,6 +1165,40 @@ def test_who_may_get_deeper_by_a_longer_match_is_looked_at() -> None:
     assert held(policy, copying(0.5, 3)) is None
 
 
+def idled() -> tuple[AdaptiveDepth, list[DepthCandidate]]:
+    """Two who draft in a pass that costs the same for one, of whom the first copies as well; the other has a match."""
+    policy = adaptive(costs_by(lambda rows: 1.0 + 0.1 * rows, lambda count: 0.3))
+    offers = [(0.9, 0.99), (0.5, 0.05)]
+    pairs = [(Offer(MODEL, [model]), Offer(NGRAM, [ngram])) for model, ngram in offers]
+    return policy, [DepthCandidate(index, pair, 0, 1, 0, 2) for index, pair in enumerate(pairs)]
+
+
+@pytest.mark.usefixtures("no_savings")
+def test_nobody_is_left_alone_in_a_pass_because_its_ngrams_do_not_pay() -> None:
+    policy, both = idled()
+    assert ask(policy, both, load_of(both)) == [Chosen(NGRAM, 1), NOTHING]
+
+
+@pytest.mark.usefixtures("no_savings")
+def test_who_left_a_pass_with_others_is_looked_at_with_them() -> None:
+    """It does not draft alone as soon as nobody asks."""
+    policy, both = idled()
+    ask(policy, both, load_of(both))
+    for _ in range(DWELL - 1):
+        drafted(policy, (0, 1, 1), count=2)
+        assert ask(policy, both, load_of(both)) == [Chosen(NGRAM, 1), NOTHING]
+
+
+@pytest.mark.parametrize("budget", [0, 7])
+def test_ngrams_for_which_there_were_no_rows_are_looked_at_again(budget: int) -> None:
+    """What did not pay is not what did not fit."""
+    policy = adaptive(costs_by(lambda rows: 1.0 if rows == 1 else 8.2))
+    one = copying(0.99, 3)
+    assert ask(policy, [one], load_of([one], budget=budget)) == [NOTHING]
+    assert held(policy, one) is None
+    assert ask(policy, [one], load_of([one])) == [Chosen(NGRAM, 8)]
+
+
 @pytest.mark.parametrize(
     ("seconds", "count", "dwell"),
     [(1.0, 1, DWELL), (0.01, 1, DWELL), (0.0004, 1, 4 * DWELL), (0.01, 256, 5 * DWELL), (0.1, 256, DWELL)],
@@ -1176,3 +1210,10 @@ def test_decisions_stand_longer_where_steps_are_short_beside_them(seconds: float
     assert policy.standing(load) is None
     policy.choose(many, load)
     assert [policy.standing(load) is None for _ in range(dwell)] == [False] * (dwell - 1) + [True]
+
+
+def test_a_decision_about_steps_that_cost_nothing_does_not_stand_for_ever() -> None:
+    """As before anything was measured."""
+    policy, one = adaptive(CostModel([1, 8], [0.0, 0.0], 0.0, [1], [0.0])), candidate(0.9)
+    policy.choose([one], load_of([one]))
+    assert any(policy.standing(load_of([one])) is None for _ in range(PLAIN_INTERVAL))

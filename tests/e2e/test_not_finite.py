@@ -132,6 +132,16 @@ def test_nobody_finds_its_blocks(pair: tuple[Path, Path], backend: str) -> None:
     assert isinstance(error, NotFinite)
 
 
+def test_nobody_finds_the_blocks_of_several_that_begin_alike(pair: tuple[Path, Path]) -> None:
+    """The first that fails takes away those that they share, which those of the others stand behind."""
+    engine = make(pair, "torch", prefix_cache="shared", long_prefill_threshold=BLOCK, max_num_batched_tokens=64)
+    num_known = len(engine.scheduler.kv.cache)
+    begin = (BAD, *range(240, 240 + BLOCK - 1))
+    both = [request((*begin, *range(start, start + 2 * BLOCK + 1))) for start in (20, 60)]
+    assert [type(one) for one in run(engine, both)] == [NotFinite] * 2
+    assert len(engine.scheduler.kv.cache) == num_known
+
+
 def test_blocks_that_were_left_by_one_that_was_aborted(pair: tuple[Path, Path]) -> None:
     """Whoever finds them fails, and is the last to find them."""
     engine = make(pair, "torch", prefix_cache="shared", long_prefill_threshold=BLOCK, max_num_batched_tokens=64)

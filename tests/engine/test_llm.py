@@ -220,7 +220,7 @@ def test_a_value_of_another_type_is_named_and_runs_nothing(options: Any, field: 
 MESSAGE = {"role": "user", "content": "x"}
 
 
-@pytest.mark.parametrize("prompt", [[1, 2.5], [1, MESSAGE], [1.5], [b"ab"], [None], None, 5, {}])
+@pytest.mark.parametrize("prompt", [[1, 2.5], [1, MESSAGE], [1.5], [b"ab"], [None], None, 5, {}, {1, 2}])
 def test_what_is_no_prompt(prompt: Any) -> None:
     with pytest.raises(InvalidArgument) as caught:
         LLM.from_engine(make_engine()).generate(prompt)

@@ -485,6 +485,7 @@ def nested(levels: int) -> dict[str, object]:
         (None, {}, "prompt = None: must be text, token ids or chat messages"),
         (np.array(5), {}, r"prompt = array\(5\): must be text, token ids or chat messages"),
         (5, {}, "prompt = 5: must be text, token ids or chat messages"),
+        ({1, 2}, {}, "prompt = {1, 2}: must be text, token ids or chat messages"),
         (b"x", {}, "prompt = b'x': must be text, token ids or chat messages"),
         ({"role": "user", "content": "x"}, {}, "must be text, token ids or chat messages"),
         ([{"role": "user"}], {}, r"chat.messages\[0\] = .*keys role and content"),

@@ -564,6 +564,23 @@ def test_a_text_that_is_read_in_too_many_ways_has_no_grammar_compiled_anew(
     assert "too complex" in (matcher.failure or "")
 
 
+def test_why_other_drafts_could_not_be_read_does_not_matter(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a full lexer cannot tell a new one does, also where earlier drafts were read in too many ways."""
+    monkeypatch.setattr(compiler_module, "LIMITS", LLParserLimits(max_lexer_states=300, verbose_errors=False))
+    ways = "|".join(['"d"'] * 3000)
+    grammar = LLGuidanceCompiler(tokenizer, PADDED, [EOS]).compile(
+        lark(f'start: /{TWINS.text}/ | "d" ways\nways: {ways}')
+    )
+    letters = [encode(tokenizer, letter)[0] for letter in "ab"]
+    drafts = random.Random(0).choices(letters, k=200)
+    matcher = grammar.matcher()
+    assert not matcher.masks([*encode(tokenizer, "d"), *encode(tokenizer, "d")])[1].any()
+    for row in matcher.masks(drafts)[1:]:
+        assert set(letters) <= set(allowed(row))
+
+
 def test_a_full_lexer_is_no_end(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "LIMITS", LLParserLimits(max_lexer_states=300, verbose_errors=False))
     grammar = LLGuidanceCompiler(tokenizer, PADDED, [EOS]).compile(regex(f"ca*|{TWINS.text}"))

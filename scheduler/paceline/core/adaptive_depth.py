@@ -37,10 +37,11 @@ MAX_DEPTH: Final = 8  # of any request, unless the operator fixes a higher depth
 # long; with no common factor, decisions meet such steps as often as others do.
 DWELL: Final = 7
 # About what a decision takes, in seconds, and what each request adds to it. Where that is more than a share of the
-# time of seven steps, it stands for as many times seven.
+# time of seven steps, it stands for as many times seven, but not as if steps took no time at all.
 DECISION_SHARE: Final = 0.005
 DECISION_SECONDS: Final = 50e-6
 SECONDS_PER_REQUEST: Final = 6e-6
+MOST_DWELLS: Final = 64  # fewer steps than those after which something is tried in any case
 PRICE_CHANGE: Final = 0.1  # tokens; of what a slot costs, since a decision, which calls for another
 HYSTERESIS: Final = 0.03  # of a step's worth, which a change of depth must bring
 EARNINGS_DECAY: Final = 0.5 ** (1 / 16)  # per step
@@ -143,15 +144,16 @@ class AdaptiveDepth:
     def _look(self, candidates: Sequence[DepthCandidate], by_model: list[Chosen], prices: Prices) -> list[Chosen]:
         """At n-grams: who drafts by them, and what of that holds for more than this step."""
         chosen = NgramProblem(candidates, by_model, prices, self.max_depth).solve()
-        looks = self._standing.looks
-        for candidate, choice in zip(candidates, chosen):
+        looks, left = self._standing.looks, prices.load.budget - sum([choice.depth for choice in chosen])
+        for candidate, standing, choice in zip(candidates, by_model, chosen):
             if not candidate.match:
                 continue
-            if choice.method is not NGRAM:
-                looks[candidate.request_id] = Look(candidate.match)
-            elif choice.depth >= candidate.reach(self.max_depth):
+            reach = candidate.reach(self.max_depth)
+            if choice.method is NGRAM and choice.depth >= reach:
                 looks[candidate.request_id] = Look(candidate.match, choice)
-            else:  # with a longer match, it may go deeper
+            elif choice == standing and left >= reach:
+                looks[candidate.request_id] = Look(candidate.match)
+            else:  # with a longer match, more rows or other company, it may do something else
                 looks.pop(candidate.request_id, None)
         return chosen
 
@@ -172,7 +174,7 @@ class AdaptiveDepth:
             self._probes.begin(step)
         passed, slot_seconds = 1 if before is None else self._num_steps - before, slot_price / second
         takes = DECISION_SECONDS + SECONDS_PER_REQUEST * len(candidates)
-        self._dwell = DWELL * max(1, math.ceil(takes / (DECISION_SHARE * DWELL * step.seconds)))
+        self._dwell = DWELL * min(MOST_DWELLS, math.ceil(takes / (DECISION_SHARE * DWELL * step.seconds)))
         self._probes.save(step, passed)
         # First, so that what only goes on counts as drafts whose price is to be checked.
         for index in self._probes.go_on(step, by_model, slot_seconds, second, self._dwell):

@@ -1,4 +1,4 @@
-"""Which drafts by n-grams join a step: chosen anew for each, since what they have to propose is known for one alone."""
+"""Which drafts by n-grams join a step, for those whose n-grams promise something new."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NgramProblem:
     def solve(self) -> list[Chosen]:
         drafts = sum([choice.depth for choice in self.standing])
         matched = self._matched(drafts)
-        if not matched:
+        if not any(matched.values()):
             return self.standing
         copying = self._copying(matched)
         if not any([self.standing[index].depth for index in matched]):
@@ -50,8 +50,8 @@ class NgramProblem:
         return best
 
     def _matched(self, drafts: int) -> dict[int, list[float]]:
-        """What n-grams offer that may pay, by index; and tells what slots cost. Bounds are for the draft model to keep,
-        where there is one.
+        """What n-grams offer that may pay, by index; and tells what slots cost. That may be nothing of those who draft:
+        they can leave the draft passes with others. Bounds are for the draft model to keep, where there is one.
 
         Args:
             drafts: that stand.
@@ -71,7 +71,8 @@ class NgramProblem:
         least = least_rise(self._slot_prices)
         matched = {}
         for index, survivals in offered.items():
-            if gains := that_may_pay(survivals, least, self.candidates[index].lowest):
+            gains = that_may_pay(survivals, least, self.candidates[index].lowest)
+            if gains or self.standing[index].depth:
                 matched[index] = gains
         return matched
 

@@ -74,8 +74,9 @@ class Prefixes:
         """Let nobody find the blocks of the request any more, those included that it has found: whoever put them there
         may have ended before anybody looked at what was computed.
         """
-        for block in self.kv.cache.find(request.block_keys):
-            self.kv.cache.forget(block)
+        for key in request.block_keys:  # one by one: what they begin with may have been forgotten with another
+            for block in self.kv.cache.find([key]):
+                self.kv.cache.forget(block)
 
     def _num_shareable(self, request: Request) -> int:
         """Blocks that the prompt fills, without its last token."""

@@ -55,7 +55,7 @@ class LLGuidanceMatcher:
         self._emitted: list[int] = []  # text that was emitted: the parser has read it, and nothing else
         self._ahead: LLMatcher | None = None  # a copy that has read drafts, too:
         self._drafts: tuple[int, ...] = ()  # these
-        self._too_many_ways = False  # why the last drafts that could not be read could not
+        self._too_many_ways = False  # why there was no row, where there was none last
         self._rows: dict[tuple[int, ...], Mask] = {}  # what may follow behind the emitted text and these drafts
         self._closed = False  # an end-of-sequence id was emitted
         self._failure: str | None = None
@@ -146,7 +146,7 @@ class LLGuidanceMatcher:
         """Let the parser read an emitted token. A full lexer refuses like a grammar, so a new one has the last word."""
         if self._parser.try_consume_tokens([token_id]) == 1:
             return True
-        if self._parser.get_error().startswith(TOO_MANY_WAYS):  # everybody would wait a second for a large grammar
+        if _too_many_ways(self._parser):  # everybody would wait a second for a large grammar
             return False
         self._renew_parser()
         return self._parser.try_consume_tokens([token_id]) == 1
@@ -180,6 +180,7 @@ class LLGuidanceMatcher:
             if parser.is_accepting():
                 row |= self._vocabulary.end
             if parser.is_error():
+                self._too_many_ways = _too_many_ways(parser)
                 return None
             self._rows[drafts] = row
         return row
@@ -206,7 +207,7 @@ class LLGuidanceMatcher:
             self._ahead, known = self._parser.deep_copy(), 0
         unread = list(drafts[known:])
         if self._ahead.try_consume_tokens(unread) < len(unread):
-            self._too_many_ways = self._ahead.get_error().startswith(TOO_MANY_WAYS)
+            self._too_many_ways = _too_many_ways(self._ahead)
             self._ahead = None
             return None
         self._drafts = drafts
@@ -226,3 +227,8 @@ class LLGuidanceMatcher:
         reason = self._parser.get_error().partition("\n")[0]
         nothing = reason.startswith("NoExtension")
         self._failure = NOTHING_FOLLOWS if nothing else f"the grammar is too complex to go on: {reason}"
+
+
+def _too_many_ways(parser: LLMatcher) -> bool:
+    """Why a parser stopped."""
+    return bool(parser.get_error().startswith(TOO_MANY_WAYS))
