@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# A file of tests at a time in each of a few processes: what they compute is small.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# A file of tests at a time in each of a few processes: what they compute is small. In the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 INSTALLED := $(VENV)/.installed
 CLIENTS := tests/clients
 BUF := $(CLIENTS)/node_modules/.bin/buf

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +23,27 @@ if not os.path.exists("/dev/nvidia0"):
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
+# Begun first, so that no process is left alone with one of them while all others have nothing more to do.
+SLOWEST = (
+    "ops/test_instruction_sets.py",
+    "e2e/test_device_runner.py",
+    "e2e/test_sampled.py",
+    "loadtest/test_random_load.py",
+    "speculation/test_draft_model.py",
+    "server/test_fuzz.py",
+    "e2e/test_seeds.py",
+)
 LEAK_SECONDS = 2.0  # a task that ends within this, unasked, was only late
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """A test that needs only one: `@pytest.mark.asyncio(loop_factories=["uvloop"])`."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:
