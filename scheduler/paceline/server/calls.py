@@ -206,6 +206,7 @@ class Calls(grpc.aio.ServerInterceptor):
             self._wrapped[method] = self._wrap(method, handler)
             self._for_strangers[method] = self._wrap_unread(method, handler)
         # The library receives a single request, whatever its size, before it calls a handler: not those of strangers.
+        # (Read as streams, all of them would wait until they are admitted; but then grpcio 1.85 crashed now and then.)
         is_stranger = self.gate.is_stranger(method, handler_call_details.invocation_metadata or ())
         return (self._for_strangers if is_stranger else self._wrapped)[method]
 
