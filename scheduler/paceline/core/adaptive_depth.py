@@ -61,8 +61,8 @@ class AdaptiveDepth:
     for each token to come, whatever the depth, and makes no other second cheaper.
 
     A `DepthPolicy`. What the draft model does is decided as if there were no n-grams, and stands for `DWELL` steps, or
-    a multiple where steps are short, unless the load changes; who drafted is reviewed after every step. N-grams are looked at whenever
-    they promise something new: what they have to propose, and how good that is, nobody knows before.
+    a multiple where steps are short, unless the load changes; who drafted is reviewed after every step. N-grams are
+    looked at whenever they promise something new: what they have to propose, and how good that is, nobody knows before.
     The number of passes changes once what was missed by keeping it adds up to `HYSTERESIS`. Requests whose draft model
     is idle and that do not copy when a decision is due, and one position more than anyone drafts, are probed now and
     then, for at most `PROBE_SHARE` of the time. That also pays for what requests lose that go on, not quite worth a
