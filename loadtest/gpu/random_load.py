@@ -134,7 +134,8 @@ class RandomLoad:
         end = time.perf_counter() + seconds
         while self.counts.drains < 2 or time.perf_counter() < end:
             self.load(until=min(end, time.perf_counter() + every))
-            self.drain(by_aborts=self.counts.drains % 2 == 1 or time.perf_counter() > end)
+            patience = every if self.counts.drains % 2 == 0 else 0.0
+            self.drain(until=min(end, time.perf_counter() + patience))
         self._complain([found for found in [host_growth(self._footprints)] if found])
         return not self.complaints
 
@@ -146,11 +147,12 @@ class RandomLoad:
             if time.perf_counter() >= until:
                 return
 
-    def drain(self, *, by_aborts: bool = False) -> None:
-        """Let the engine run dry, and look at what is left."""
+    def drain(self, *, until: float = math.inf) -> None:
+        """Let the engine run dry, by itself till then and by aborts from then on, and look at what is left."""
         self.counts.drains += 1
-        if by_aborts:
-            self._abort(list(self._live))
+        while self._live and time.perf_counter() < until:
+            self._step()
+        self._abort(list(self._live))
         self._run_dry()
         done, self._done = self._done, []
         left = remainders(self.engine, self._runner)

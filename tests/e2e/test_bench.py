@@ -154,7 +154,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _engine(pair: tuple[Path, Path], backend: str = "auto") -> Engine:
-    return build_engine(EngineSettings(model=str(pair[0]), draft=str(pair[1]), dtype="float32", backend=backend))
+    device = "cpu" if backend == "native" else "auto"
+    return build_engine(EngineSettings(str(pair[0]), str(pair[1]), dtype="float32", backend=backend, device=device))
 
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -21,6 +21,7 @@ from paceline.errors import NotFinite, PacelineError
 from paceline.runner import ModelRunner
 from paceline.runner.drafter import Draft
 from paceline.wiring import EngineSettings, build_engine
+from support.backends import ENGINES
 from support.model_serving import model_serving
 from support.pairs import tiny_pair
 
@@ -29,7 +30,6 @@ TOKENS = 10
 BLOCK = 8
 PROMPTS = [(3, 1, 4, 1, 5), (9,), tuple(range(1, 20))]
 GREEDY = SamplingParams(temperature=0.0)
-BACKENDS = ["torch", "native"]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def make(pair: tuple[Path, Path], backend: str, **settings: Any) -> Engine:
     wanted = {
         **{"dtype": "float32", "max_model_len": 64, "block_size": BLOCK, "kv_cache_memory": 1 << 20, "depth": "3"},
+        **({"device": "cpu"} if backend == "native" else {}),
         **settings,
     }
     return build_engine(EngineSettings(str(pair[0]), str(pair[1]), backend=backend, **wanted))
@@ -77,7 +78,7 @@ def run(engine: Engine, requests: list[GenerationRequest]) -> list[list[int] | P
     return [errors.get(request_id, tokens[request_id]) for request_id in ids]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("bad", [BAD, WORSE])
 def test_it_ends_alone(pair: tuple[Path, Path], backend: str, bad: int, caplog: pytest.LogCaptureFixture) -> None:
     engine = make(pair, backend)
@@ -97,17 +98,21 @@ def test_it_ends_alone(pair: tuple[Path, Path], backend: str, bad: int, caplog: 
     assert run(engine, neighbours) == expected, "in the blocks that it had"
 
 
-def test_it_ends_alone_where_nobody_waits_for_the_device(pair: tuple[Path, Path]) -> None:
-    """A step with it is launched already when the one before tells of it."""
+def test_it_ends_alone_where_nobody_waits_for_the_device(
+    pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step with it is launched already when the one before tells of it, and the next one releases it."""
     engine = make(pair, "triton")
     [expected] = run(make(pair, "torch"), [request((9,))])
     sampled = request((2, BAD), SamplingParams(temperature=0.8))
-    found = run(engine, [request((WORSE, 8)), request((9,)), sampled])
+    with caplog.at_level(logging.ERROR, "paceline"):
+        found = run(engine, [request((WORSE, 8)), request((9,)), sampled])
     assert [type(one) for one in (found[0], found[2])] == [NotFinite] * 2
     assert found[1] == expected
+    assert len(caplog.records) == 2, "each is told once"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ENGINES)
 def test_in_the_middle_of_a_completion(pair: tuple[Path, Path], backend: str) -> None:
     """Its own token breaks it; what came before is good."""
     only_bad = SamplingParams(temperature=0.0, allowed_token_ids=(BAD,))
@@ -115,7 +120,7 @@ def test_in_the_middle_of_a_completion(pair: tuple[Path, Path], backend: str) ->
     assert isinstance(error, NotFinite)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ENGINES)
 def test_nobody_finds_its_blocks(pair: tuple[Path, Path], backend: str) -> None:
     """A prompt read in parts has told of the first before anybody looks at logits."""
     engine = make(pair, backend, prefix_cache="shared", long_prefill_threshold=BLOCK, max_num_batched_tokens=64)

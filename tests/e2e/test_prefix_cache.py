@@ -23,6 +23,7 @@ def engine_of(backend: str, prefix_cache: str) -> Engine:
         dtype="float32",
         backend=backend,
         reproducible=backend == "native",
+        device="cpu" if backend == "native" else "auto",
         max_model_len=2048,
         block_size=BLOCK,
         prefix_cache=prefix_cache,

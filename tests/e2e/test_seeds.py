@@ -285,7 +285,7 @@ async def _server(*options: str, num_threads: int) -> AsyncIterator[str]:
     """`paceline serve` in a process of its own; yields HOST:PORT."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "paceline", "serve", "--model", "demo", "--draft", "demo", "--port", "0"),
-        *("--reproducible", "--max-model-len", str(MAX_LEN), *options),
+        *("--device", "cpu", "--reproducible", "--max-model-len", str(MAX_LEN), *options),
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
     )

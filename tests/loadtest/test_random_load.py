@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,9 +51,9 @@ def load(pair: tuple[Path, Path]) -> RandomLoad:
 
 
 def test_nothing_is_left_of_it(load: RandomLoad) -> None:
-    for by_aborts in (False, True):
+    for until in (math.inf, 0.0):
         load.load(ticks=150)
-        load.drain(by_aborts=by_aborts)
+        load.drain(until=until)
     assert not load.complaints
     counts = load.counts
     assert {"aborted: running", "aborted: waiting", "done: max_tokens"} <= counts.ends.keys()
@@ -71,7 +72,7 @@ def test_steps_that_are_launched_ahead_leave_nothing(pair: tuple[Path, Path]) ->
     load = RandomLoad(engine, seed=1, say=print, runner=host)
     for _ in range(2):
         load.load(ticks=200)
-        load.drain(by_aborts=True)
+        load.drain(until=0.0)
     assert not load.complaints
     assert runner.most == 2
     assert not runner.running
@@ -87,7 +88,7 @@ def test_the_runner_of_gpus_is_left_empty(tmp_path: Path) -> None:
     load._fixed = {name: replace(one, stop=StopParams(max_tokens=2, ignore_eos=True))}
     for _ in range(2):
         load.load(ticks=8)
-        load.drain(by_aborts=True)
+        load.drain(until=0.0)
     assert not load.complaints
     assert any(how.startswith("aborted") for how in load.counts.ends)
 
