@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -704,7 +705,7 @@ def test_a_review_is_the_best_there_is_at_its_prices() -> None:
                 sum(offer.survivals[:depth]) - sum(passes[:depth])  # noqa: B023
                 for offer, depth in zip(offers, depths, strict=True)  # noqa: B023
             )
-            return gained - prices.of_slots(load.rows, sum(depths))[-1]  # noqa: B023
+            return gained - prices.of_slots(load.rows, sum(depths), 0, math.inf)[-1]  # noqa: B023
 
         chosen = [one.depth for one in review(candidates, offers, prices, load.rows, budget, 3)]
         ranges = [
