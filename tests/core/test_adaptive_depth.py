@@ -826,6 +826,25 @@ def test_another_load_is_decided_for_at_once(after: str) -> None:
         assert choose(policy, one, slot_price=2.0) == [0]
 
 
+@pytest.mark.parametrize("left", [0, 1, 9])
+def test_what_was_decided_for_want_of_rows_does_not_stand_once_there_are_enough(left: int) -> None:
+    """As beside the last piece of a prompt, where a row costs what it does elsewhere."""
+    policy = adaptive()
+    candidates = [candidate(0.95, i) for i in range(4)]
+    wanted = choose(policy, *candidates)
+    assert sum(wanted) > 9 + len(candidates)
+    assert sum(choose(policy, *candidates, budget=left)) == left
+    assert choose(policy, *candidates) == wanted
+
+
+def test_rows_that_are_always_short_call_for_no_decisions() -> None:
+    policy = adaptive()
+    candidates = [candidate(0.95, i) for i in range(4)]
+    choose(policy, *candidates, budget=3)
+    for budget in (5, 4, 6, 3):
+        assert policy.standing(load_of(candidates, budget=budget)) is not None
+
+
 def test_prompts_that_do_not_change_what_a_slot_costs_are_no_other_load() -> None:
     policy = adaptive(costs_by(lambda rows: 1.0 + 0.001 * rows))
     good, others = candidate(0.9, 1), [candidate(0.9, 10 + i) for i in range(8)]
@@ -1132,8 +1151,8 @@ def copying(promise: float, match: int, request_id: int = 0) -> DepthCandidate:
     return DepthCandidate(request_id, (Offer(NGRAM, geometric(promise)),), 0, 8, 0, match)
 
 
-def held(policy: AdaptiveDepth, candidate: DepthCandidate) -> Chosen | None:
-    standing = policy.standing(load_of([candidate]))
+def held(policy: AdaptiveDepth, candidate: DepthCandidate, budget: int = 1000) -> Chosen | None:
+    standing = policy.standing(load_of([candidate], budget=budget))
     assert standing is not None
     return standing.of(candidate.request_id, candidate.match)
 
@@ -1196,7 +1215,7 @@ def test_ngrams_for_which_there_were_no_rows_are_looked_at_again(budget: int) ->
     policy = adaptive(costs_by(lambda rows: 1.0 if rows == 1 else 8.2))
     one = copying(0.99, 3)
     assert ask(policy, [one], load_of([one], budget=budget)) == [NOTHING]
-    assert held(policy, one) is None
+    assert held(policy, one, budget) is None
     assert ask(policy, [one], load_of([one])) == [Chosen(NGRAM, 8)]
 
 
