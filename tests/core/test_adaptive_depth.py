@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -704,7 +705,7 @@ def test_a_review_is_the_best_there_is_at_its_prices() -> None:
                 sum(offer.survivals[:depth]) - sum(passes[:depth])  # noqa: B023
                 for offer, depth in zip(offers, depths, strict=True)  # noqa: B023
             )
-            return gained - prices.of_slots(load.rows, sum(depths))[-1]  # noqa: B023
+            return gained - prices.of_slots(load.rows, sum(depths), 0, math.inf)[-1]  # noqa: B023
 
         chosen = [one.depth for one in review(candidates, offers, prices, load.rows, budget, 3)]
         ranges = [
@@ -823,6 +824,25 @@ def test_another_load_is_decided_for_at_once(after: str) -> None:
         assert max(choose(policy, *(candidate(0.9, i) for i in range(10)))) == 0
     else:
         assert choose(policy, one, slot_price=2.0) == [0]
+
+
+@pytest.mark.parametrize("left", [0, 1, 9])
+def test_what_was_decided_for_want_of_rows_does_not_stand_once_there_are_enough(left: int) -> None:
+    """As beside the last piece of a prompt, where a row costs what it does elsewhere."""
+    policy = adaptive()
+    candidates = [candidate(0.95, i) for i in range(4)]
+    wanted = choose(policy, *candidates)
+    assert sum(wanted) > 9 + len(candidates)
+    assert sum(choose(policy, *candidates, budget=left)) == left
+    assert choose(policy, *candidates) == wanted
+
+
+def test_rows_that_are_always_short_call_for_no_decisions() -> None:
+    policy = adaptive()
+    candidates = [candidate(0.95, i) for i in range(4)]
+    choose(policy, *candidates, budget=3)
+    for budget in (5, 4, 6, 3):
+        assert policy.standing(load_of(candidates, budget=budget)) is not None
 
 
 def test_prompts_that_do_not_change_what_a_slot_costs_are_no_other_load() -> None:
@@ -1131,8 +1151,8 @@ def copying(promise: float, match: int, request_id: int = 0) -> DepthCandidate:
     return DepthCandidate(request_id, (Offer(NGRAM, geometric(promise)),), 0, 8, 0, match)
 
 
-def held(policy: AdaptiveDepth, candidate: DepthCandidate) -> Chosen | None:
-    standing = policy.standing(load_of([candidate]))
+def held(policy: AdaptiveDepth, candidate: DepthCandidate, budget: int = 1000) -> Chosen | None:
+    standing = policy.standing(load_of([candidate], budget=budget))
     assert standing is not None
     return standing.of(candidate.request_id, candidate.match)
 
@@ -1195,7 +1215,7 @@ def test_ngrams_for_which_there_were_no_rows_are_looked_at_again(budget: int) ->
     policy = adaptive(costs_by(lambda rows: 1.0 if rows == 1 else 8.2))
     one = copying(0.99, 3)
     assert ask(policy, [one], load_of([one], budget=budget)) == [NOTHING]
-    assert held(policy, one) is None
+    assert held(policy, one, budget) is None
     assert ask(policy, [one], load_of([one])) == [Chosen(NGRAM, 8)]
 
 

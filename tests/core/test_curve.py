@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -35,19 +37,20 @@ def test_a_span_is_the_curve_at_each_count(heights: list[float], first: int, cou
 def test_rises_are_those_of_a_span(heights: list[float], first: int, count: int) -> None:
     curve = Curve([3 * index + 1 for index in range(len(heights))], heights)
     rises = np.array(curve.span(first, count)) - curve.at(first)
-    np.testing.assert_allclose(curve.rises(first, count, 1.0, 0.0), rises, atol=1e-9)
-    np.testing.assert_allclose(curve.rises(first, count, 2.0, 3.0), 2.0 * rises + 3.0 * np.arange(count + 1), atol=1e-9)
+    np.testing.assert_allclose(curve.rises(first, count, 1.0, 0.0, 0, math.inf), rises, atol=1e-9)
+    dearer = 2.0 * rises + 3.0 * np.arange(count + 1)
+    np.testing.assert_allclose(curve.rises(first, count, 2.0, 3.0, 0, math.inf), dearer, atol=1e-9)
 
 
 def test_rises_end_once_they_are_too_high() -> None:
     curve = Curve([1, 10], [0.0, 9.0])
-    assert curve.rises(1, 6, 1.0, 0.0, more=2.5) == [0.0, 1.0, 2.0, 3.0]
-    assert curve.rises(1, 6, 1.0, 0.0, taken=2, more=1.5) == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert curve.rises(1, 2, 1.0, 0.0, taken=2, more=0.0) == [0.0, 1.0, 2.0]
+    assert curve.rises(1, 6, 1.0, 0.0, 0, 2.5) == [0.0, 1.0, 2.0, 3.0]
+    assert curve.rises(1, 6, 1.0, 0.0, 2, 1.5) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert curve.rises(1, 2, 1.0, 0.0, 2, 0.0) == [0.0, 1.0, 2.0]
 
 
 def test_without_buckets_it_is_zero() -> None:
-    assert Curve([], []).rises(0, 3, 1.0, 0.0) == [0.0] * 4
+    assert Curve([], []).rises(0, 3, 1.0, 0.0, 0, math.inf) == [0.0] * 4
     assert Curve([], []).span(0, 3) == [0.0] * 4
     assert Curve([], [], at_zero=0.0).at(7) == 0.0
 

@@ -249,14 +249,16 @@ class AdaptiveDepth:
     # -- between decisions ---------------------------------------------------------------------------------------------
 
     def _is_due(self, load: StepLoad, slot_price: float) -> bool:
-        """The last decision is old, or was made for another load."""
+        """The last decision is old, or was made for another load, or for want of rows that are there now."""
         before, price_before = self._decided_for
+        enough = self.decision.slots + before.sampling  # rows: one more for each
         return (
             self._decided_at is None
             or self._num_steps - self._decided_at >= self._dwell
             or 8 * abs(load.sampling - before.sampling) > before.sampling
             or abs(slot_price - price_before) > PRICE_CHANGE
             or (load.rows != before.rows and abs(self._row_price(load) - self._row_price(before)) > PRICE_CHANGE)
+            or before.budget < enough <= load.budget
         )
 
     def _row_price(self, load: StepLoad) -> float:

@@ -216,9 +216,7 @@ class CostModel:
         same = self._first_bucket + self._per_context * context + self._per_sequence * sequences
         return [same + more for more in self._more.span(rows, count)]
 
-    def rises(
-        self, rows: int, count: int, factor: float, each: float, taken: int = 0, more: float = math.inf
-    ) -> list[float]:
+    def rises(self, rows: int, count: int, factor: float, each: float, taken: int, more: float) -> list[float]:
         """Seconds by which 0, 1, ... `count` rows more make a step of `rows` longer, times a factor, plus as many times
         `each`, [count + 1]; or fewer: the first that exceeds the one at `taken` by `more` is the last.
         """

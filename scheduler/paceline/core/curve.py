@@ -51,9 +51,7 @@ class Curve:
             values[0] = self._at_zero
         return values
 
-    def rises(
-        self, first: int, count: int, factor: float, each: float, taken: int = 0, more: float = math.inf
-    ) -> list[float]:
+    def rises(self, first: int, count: int, factor: float, each: float, taken: int, more: float) -> list[float]:
         """By how much `first`, ... `first + count` exceed the first, times a factor, plus as many times `each`,
         [count + 1]; or fewer: the first that exceeds the one at `taken` by `more` is the last.
         """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, offer_by
 from paceline.core.method import DRAFT_MODEL, NGRAM
 from paceline.core.prices import Prices
-from paceline.core.slot_order import Run, best_count, best_depths, least_rise, that_may_pay
+from paceline.core.slot_order import Run, best_count, best_depths, cut, in_all
 
 
 class NgramProblem:
@@ -31,71 +31,59 @@ class NgramProblem:
         self.standing = standing
         self.prices = prices
         self.max_depth = max_depth
-        self._slot_prices: list[float] = []  # of 0, 1, ... slots beside the step without drafts of any of these
 
     def solve(self) -> list[Chosen]:
-        drafts = sum([choice.depth for choice in self.standing])
-        matched = self._matched(drafts)
-        if not any(matched.values()):
+        offered = self._offered()
+        if not offered:
             return self.standing
-        copying = self._copying(matched)
-        if not any([self.standing[index].depth for index in matched]):
-            return self._joined(copying)
-        asked = any([self.candidates[index].lowest for index in copying])
-        best, value = self.standing, -math.inf if asked else self._value(self.standing)
+        drafts = sum([choice.depth for choice in self.standing])
+        count, asked, tokens = in_all(offered)
+        slot_prices = self.prices.of_slots(self.prices.load.rows, drafts + count, drafts + asked, tokens)
+        cut(offered, slot_prices)
+        if not any([run.gains for run in offered]):
+            return self.standing
+        # Who drafts may copy nothing, and leave the draft passes with others.
+        matched = [run for run in offered if run.gains or self.standing[run.index].depth]
+        copying = self._copying(matched, slot_prices)
+        if not any([self.standing[run.index].depth for run in matched]):
+            return self._joined(copying, slot_prices)
+        bound = any([run.asked for run in copying])
+        best, value = self.standing, -math.inf if bound else self._value(self.standing, slot_prices)
         for some in [copying] + [matched] * (len(matched) > len(copying)):
-            chosen = self._joined(some)
-            if chosen is not self.standing and (worth := self._value(chosen)) > value:
+            chosen = self._joined(some, slot_prices)
+            if chosen is not self.standing and (worth := self._value(chosen, slot_prices)) > value:
                 best, value = chosen, worth
         return best
 
-    def _matched(self, drafts: int) -> dict[int, list[float]]:
-        """What n-grams offer that may pay, by index; and tells what slots cost. That may be nothing of those who draft:
-        they can leave the draft passes with others. Bounds are for the draft model to keep, where there is one.
-
-        Args:
-            drafts: that stand.
-        """
-        offered = {}
-        tokens, taken, count = 0.0, drafts, drafts
+    def _offered(self) -> list[Run]:
+        """What n-grams offer. Bounds are for the draft model to keep, where there is one."""
+        runs = []
         for index, candidate in enumerate(self.candidates):
             offer = offer_by(NGRAM, candidate)
             if offer is not None and not (candidate.lowest and offer_by(DRAFT_MODEL, candidate)):
-                survivals = offered[index] = offer.survivals[: candidate.reach(self.max_depth)]
-                tokens += sum(survivals)
-                taken += min(candidate.lowest, len(survivals))
-                count += len(survivals)
-        if not offered:
-            return offered
-        self._slot_prices = self.prices.of_slots(self.prices.load.rows, count, taken, tokens)
-        least = least_rise(self._slot_prices)
-        matched = {}
-        for index, survivals in offered.items():
-            gains = that_may_pay(survivals, least, self.candidates[index].lowest)
-            if gains or self.standing[index].depth:
-                matched[index] = gains
-        return matched
+                survivals = offer.survivals[: candidate.reach(self.max_depth)]
+                runs.append(Run(index, min(candidate.lowest, len(survivals)), survivals))
+        return runs
 
-    def _copying(self, matched: dict[int, list[float]]) -> dict[int, list[float]]:
+    def _copying(self, matched: list[Run], slot_prices: list[float]) -> list[Run]:
         """Those of whom nothing stands, or that alone gain more by n-grams."""
-        copying = {}
-        for index, gains in matched.items():
-            candidate, depth = self.candidates[index], self.standing[index].depth
+        copying = []
+        for run in matched:
+            candidate, depth = self.candidates[run.index], self.standing[run.index].depth
             by_model = offer_by(DRAFT_MODEL, candidate)
             if by_model is not None and depth:
                 drafting = self.prices.of_drafting(candidate, by_model, depth)
-                gain = max(0.0, sum(by_model.survivals[:depth]) - self._slot_prices[depth] - drafting)
-                _, by_ngram = best_count(gains, self._slot_prices)
+                gain = max(0.0, sum(by_model.survivals[:depth]) - slot_prices[depth] - drafting)
+                _, by_ngram = best_count(run.gains, slot_prices)
                 if by_ngram <= gain:
                     continue
-            copying[index] = gains
+            copying.append(run)
         return copying
 
-    def _joined(self, copying: dict[int, list[float]]) -> list[Chosen]:
+    def _joined(self, copying: list[Run], slot_prices: list[float]) -> list[Chosen]:
         """The best if these copy; as it stood if that is not to draft at all."""
-        runs = [Run(index, self.candidates[index].lowest, gains) for index, gains in copying.items()]
         drafts, budget = self._beside(copying)
-        depths = best_depths(runs, budget, self._slot_prices[drafts:])
+        depths = best_depths(copying, budget, slot_prices[drafts:])
         if not any(depths.values()):
             return self.standing
         chosen = list(self.standing)
@@ -103,17 +91,18 @@ class NgramProblem:
             chosen[index] = Chosen(NGRAM, depth) if depth else NOTHING
         return chosen
 
-    def _beside(self, copying: dict[int, list[float]]) -> tuple[int, int]:
+    def _beside(self, copying: list[Run]) -> tuple[int, int]:
         """Drafts of all others, and rows that are left."""
         drafts, budget = 0, self.prices.load.budget
+        indices = {run.index for run in copying}
         for index, choice in enumerate(self.standing):
-            if choice.depth and index not in copying:
+            if choice.depth and index not in indices:
                 by_model = offer_by(DRAFT_MODEL, self.candidates[index])
                 drafts += choice.depth
                 budget -= choice.depth + (by_model.catch_up if by_model else 0)
         return drafts, budget
 
-    def _value(self, chosen: list[Chosen]) -> float:
+    def _value(self, chosen: list[Chosen], slot_prices: list[float]) -> float:
         """Tokens that drafts bring beyond what they cost, verified and drafted."""
         value, slots, forward = 0.0, 0, 0.0
         drafting: list[int] = []  # sequences by draft pass
@@ -130,4 +119,4 @@ class NgramProblem:
                 drafting += [0] * (choice.depth - len(drafting))
                 for number in range(choice.depth):
                     drafting[number] += 1
-        return value - forward - self._slot_prices[slots] - self.prices.of_passes(drafting)
+        return value - forward - slot_prices[slots] - self.prices.of_passes(drafting)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import DepthCandidate, Offer, StepLoad
@@ -29,7 +28,7 @@ class Prices:
         self.slot_price = slot_price
         self.passes = passes
 
-    def of_slots(self, rows: int, count: int, taken: int = 0, tokens: float = inf) -> list[float]:
+    def of_slots(self, rows: int, count: int, taken: int, tokens: float) -> list[float]:
         """Of 0, 1, ... `count` slots beside so many rows, as far as they can pay: up to the first that costs more than
         `tokens`, which all of them bring, beyond those that are taken anyway.
         """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.core.depth import Chosen, DepthCandidate, Offer, within_bounds
 from paceline.core.prices import Prices
-from paceline.core.slot_order import Run, best_depths, least_rise, that_may_pay
+from paceline.core.slot_order import Run, best_depths, cut, in_all
 
 
 def review(
@@ -29,19 +29,15 @@ def review(
     """
     last = len(prices.passes) - 1
     runs = []
-    tokens, taken, count = 0.0, 0, 0
     for index, (candidate, offer) in enumerate(zip(candidates, offers)):
         survivals = offer.survivals[: candidate.reach(max_depth)]
-        gains = [survival - prices.passes[min(position, last)] for position, survival in enumerate(survivals)]
-        asked = min(max(candidate.lowest, int(not candidate.steps_without_model)), len(gains))
-        runs.append(Run(index, asked, gains))
-        tokens += sum(survivals)
-        taken += asked
-        count += len(gains)
+        asked = min(max(candidate.lowest, int(not candidate.steps_without_model)), len(survivals))
+        runs.append(Run(index, asked, survivals))
+    count, taken, tokens = in_all(runs)
     slot_prices = prices.of_slots(rows, count, taken, tokens)
-    least = least_rise(slot_prices)
-    for run in runs:
-        run.gains = that_may_pay(run.gains, least, run.asked)
+    for run in runs:  # behind the sum of what all bring, which losses would make too low a bound
+        run.gains = [gain - prices.passes[min(position, last)] for position, gain in enumerate(run.gains)]
+    cut(runs, slot_prices)
     depths = best_depths(runs, budget, slot_prices)
     return [
         within_bounds(candidate, offer, depths[index])

@@ -19,6 +19,7 @@ from typing import Final
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel
+from paceline.core.crowd import NOBODY, Crowd
 from paceline.core.deadlines import Deadlines
 from paceline.core.depth import StepLoad
 from paceline.core.kv_cache_manager import KVCacheManager
@@ -38,10 +39,11 @@ from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan
 from paceline.core.prefixes import Prefixes
 from paceline.core.request import FINISHED, RUNNING, Request, RequestOutput, RequestStats, RequestStatus
 from paceline.core.service_rate import ServiceRate
-from paceline.core.slowdown import LEAST_ROWS, Slowdown
+from paceline.core.share import Share
+from paceline.core.slowdown import LEAST_ROWS
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_report import SpeculationReport
-from paceline.core.step_builder import Share, StepBuilder
+from paceline.core.step_builder import StepBuilder
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.core.tenants import Tenant, Tenants
 from paceline.errors import (
@@ -58,7 +60,6 @@ from paceline.errors import (
 )
 
 PACED_SPEED: Final = 0.5  # of the tokens per second that full steps read of prompts: what a request's pace leaves them
-NOBODY: Final[frozenset[str]] = frozenset()
 MOST_DOUBLINGS: Final = 40  # of the time for which a request runs before it gives way
 SHORTEST_RUN: Final = 1e-3  # seconds for which it runs in any case: there is something to double
 STAY: Final = 2.0  # times what it took to its first token: so long a request runs at least
@@ -107,8 +108,7 @@ class Scheduler:
         self.tenants = Tenants({} if tenants is None else tenants, default_tenant)
         self.running: dict[int, Request] = {}
         self.requests: dict[int, Request] = {}
-        self._last_in_turn = -1  # of the crowd's requests
-        self._saved_seconds = 0.0  # for the crowd, by the last step
+        self._crowd = Crowd()  # of the last step
         self._paced: dict[int, float] = {}  # seconds per token that running requests want at most
         self.refused: list[tuple[int, PacelineError]] = []
         self._released: list[int] = []  # the runner still mirrors these
@@ -337,13 +337,13 @@ class Scheduler:
         assert len(self._outstanding) < MAX_OUTSTANDING, "more than one plan is outstanding"
         for request, late in self.deadlines.expired(self.requests, now):
             self._refuse(request, late)
-        step = StepBuilder(self.config.max_num_batched_tokens, self._prompt_budget())
-        preempted = self._continue_running(step, now)
+        step = StepBuilder(self.config.max_num_batched_tokens, self._prompt_budget(), self._next_crowd(now))
+        preempted = self._continue_running(step)
         if not preempted:
             self._admit_waiting(step, now)
         self._add_drafts(step)
-        self._saved_seconds = 0.0 if step.slowdown is None else step.slowdown.saved
-        if not step.shares and step.slowdown is not None:
+        crowd = self._crowd = step.crowd
+        if not step.shares and crowd.slowdown is not None:
             # Those it was kept short for have given way to others: there is nothing to keep short.
             return self.schedule(now)
         if not step.shares:
@@ -356,9 +356,8 @@ class Scheduler:
             requests.append(request)
         plan = StepPlan(self._num_steps, tuple(self._released), tuple(step.admitted), tuple(works))
         self._released.clear()
-        self._outstanding.append(
-            Outstanding(self._num_steps, requests, NOBODY if step.slowdown is None else step.light)
-        )
+        light = NOBODY if crowd.slowdown is None else crowd.light
+        self._outstanding.append(Outstanding(self._num_steps, requests, light))
         self._num_steps += 1
         return plan
 
@@ -426,24 +425,35 @@ class Scheduler:
         """Known tokens of one prompt that the step may compute."""
         return max(0, min(wanted, budget, step.prompt_budget, self.config.long_prefill_threshold or wanted))
 
-    def _continue_running(self, step: StepBuilder, now: float) -> bool:
+    def _next_crowd(self, now: float) -> Crowd:
+        """Of the step to come, as far as it is known before: not whether a light tenant decodes in it."""
+        crowd = Crowd(self._crowd)
+        if self.config.max_slowdown < math.inf and self.speculation.costs is not None and self.tenants.num_waiting:
+            crowd.gather(
+                self.tenants,
+                self.running.values(),
+                self.config,
+                lambda one: self._may_start(one, now) and self._within_blocks(one, one.queue.first()),
+            )
+        return crowd
+
+    def _continue_running(self, step: StepBuilder) -> bool:
         """Give running requests their rows, in the order of admission; those of the crowd come last, and take turns.
         True if somebody had to be preempted.
         """
-        self._find_crowd(step, now)
-        order = list(self.running.values())
-        crowd: list[Request] = []
+        order, crowd, costs = list(self.running.values()), step.crowd, self.speculation.costs
+        last: list[Request] = []
         behind, preempted = len(order), False
-        if step.crowd:
-            crowd = self._in_turn([request for request in order if request.tenant in step.crowd])
-            order = [request for request in order if request.tenant not in step.crowd]
+        if crowd.greedy:
+            last = crowd.in_turn([request for request in order if request.tenant in crowd.greedy], self.tenants)
+            order = [request for request in order if request.tenant not in crowd.greedy]
         for request in order:
             behind -= 1
             if self._continue(request, behind, step):
                 preempted = True
-        if step.crowd:
-            self._limit_slowdown(step)
-        for request in crowd:
+        if crowd.greedy and costs is not None:
+            crowd.limit(step.shares, step.budget, costs)
+        for request in last:
             behind -= 1
             if self._continue(request, behind, step):
                 preempted = True
@@ -462,8 +472,8 @@ class Scheduler:
         rows = wanted = request.num_to_compute if pending else request.num_tokens - request.num_computed_tokens
         if wanted > 1:
             rows = self._prompt_rows(wanted, step, step.budget - behind)
-        if rows and step.slowdown is not None:
-            rows = self._take_turn(request, rows, step, step.slowdown)
+        if rows and step.crowd.slowdown is not None:
+            rows = step.crowd.take_turn(request, rows, step.crowd.slowdown)
         if not rows:
             return False
         end = rows + (request.most_tokens - wanted if pending else request.num_computed_tokens)
@@ -477,62 +487,6 @@ class Scheduler:
                 return True
         step.add(self._share(request, rows, rows == wanted, end, blocks))
         return preempted
-
-    def _take_turn(self, request: Request, rows: int, step: StepBuilder, slowdown: Slowdown) -> int:
-        """Rows for a request of the crowd, of those that it could have."""
-        taken = 0 if request.tenant in step.ahead else slowdown.take(rows, request.num_computed_tokens)
-        if taken:
-            self._last_in_turn = request.request_id
-        return taken
-
-    def _find_crowd(self, step: StepBuilder, now: float) -> None:
-        """Tenants that ask for far more than their share, if others decode a few requests. Everyone else of their
-        weight may slow those by as much as `max_slowdown` says.
-        """
-        if self.config.max_slowdown == math.inf or self.speculation.costs is None or not self.tenants.num_waiting:
-            return
-        greedy, light = self.tenants.crowd(self.config.max_num_seqs)
-        if not light:
-            return
-        decoding = {one.tenant for one in self.running.values() if one.output_token_ids}
-        light = [tenant for tenant in light if tenant.name in decoding]
-        if light:
-            step.crowd = frozenset([tenant.name for tenant in greedy])
-            step.light = frozenset([tenant.name for tenant in light])
-            # Whoever is owed, and could start more, gets what there is before those who are ahead go on.
-            owed = [
-                one.service
-                for one in greedy
-                if self._may_start(one, now) and self._within_blocks(one, one.queue.first())
-            ]
-            least = min(owed, default=math.inf) + self.config.min_run_seconds
-            step.ahead = frozenset([one.name for one in greedy if one.service > least])
-            weights = sum([one.policy.weight for one in greedy]), sum([one.policy.weight for one in light])
-            step.most_slowdown = 1.0 + (self.config.max_slowdown - 1.0) * max(1.0, weights[0] / weights[1])
-
-    def _in_turn(self, requests: Sequence[Request]) -> list[Request]:
-        """Those of the tenant that is owed most first; of each, behind the one that had the last turn, and around."""
-        service = {tenant.name: tenant.service for tenant in self.tenants}
-        return sorted(
-            requests, key=lambda one: (service[one.tenant], one.request_id <= self._last_in_turn, one.request_id)
-        )
-
-    def _limit_slowdown(self, step: StepBuilder) -> None:
-        """From here on the crowd fills the step, if a light tenant decodes in it."""
-        costs, shares = self.speculation.costs, step.shares
-        if costs is None or not any([share.request.tenant in step.light for share in shares]):
-            return
-        # Rows that are free are free for drafts first: as many as there were in the last step.
-        drafts = sum([share.request.depth for share in shares])
-        step.slowdown = Slowdown(
-            costs,
-            sum([share.rows for share in shares]) + drafts,
-            sum([share.end for share in shares]),
-            len(shares),
-            max(0, step.budget),
-            step.most_slowdown,
-            self._saved_seconds,
-        )
 
     def _admit_waiting(self, step: StepBuilder, now: float) -> None:
         """Admit requests while rows, places and blocks for the whole of their known tokens are left: the most urgent of
@@ -553,7 +507,7 @@ class Scheduler:
             except DeadlineExceeded as error:  # whose time was over has been refused already
                 self._refuse(request, error)
                 continue
-            slowdown = step.slowdown if tenant.name in step.crowd else None
+            slowdown = step.crowd.slowdown if tenant.name in step.crowd.greedy else None
             if slowdown is not None and slowdown.is_full:
                 held_up.add(tenant)
                 continue
@@ -673,8 +627,9 @@ class Scheduler:
         )
         wanted = request.num_to_compute
         rows = self._prompt_rows(wanted, step, step.budget)
-        if step.slowdown is not None and request.tenant in step.crowd:
-            rows = max(1, step.slowdown.take(rows, request.num_computed_tokens))
+        crowd = step.crowd
+        if crowd.slowdown is not None and request.tenant in crowd.greedy:
+            rows = max(1, crowd.slowdown.take(rows, request.num_computed_tokens))
         step.add(self._share(request, rows, rows == wanted, request.num_computed_tokens + rows, blocks))
 
     def _share(self, request: Request, rows: int, samples: bool, end: int, blocks: tuple[int, ...]) -> Share:
@@ -695,11 +650,11 @@ class Scheduler:
 
     def _add_drafts(self, step: StepBuilder) -> None:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
-        shares, highest = [], []
+        shares, highest, crowd = [], [], step.crowd
         for share in step.shares:
             if share.rows > 1 or not share.samples or not share.request.methods:
                 continue
-            if step.slowdown is not None and share.request.tenant in step.crowd:
+            if crowd.slowdown is not None and share.request.tenant in crowd.greedy:
                 continue
             if limits := self._drafters(share.request):
                 shares.append(share)
@@ -727,9 +682,9 @@ class Scheduler:
         """What drafts come on top of. Where a crowd fills up what others have left, they choose as if it were not
         there, lest every step asked for other depths.
         """
-        shares = step.shares
-        if step.slowdown is not None:
-            shares = [share for share in shares if share.request.tenant not in step.crowd]
+        shares, crowd = step.shares, step.crowd
+        if crowd.slowdown is not None:
+            shares = [share for share in shares if share.request.tenant not in crowd.greedy]
         rows = context = sampling = 0
         for share in shares:
             rows += share.rows

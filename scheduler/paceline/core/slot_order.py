@@ -64,20 +64,30 @@ def best_depths(runs: Sequence[Run], budget: int, prices: list[float]) -> dict[i
     return depths
 
 
-def least_rise(prices: list[float]) -> float:
-    """What one slot costs more than those before it, wherever that is least."""
+def in_all(runs: Sequence[Run]) -> tuple[int, int, float]:
+    """Slots of these runs, those of them that are asked for, and tokens that they bring."""
+    count, asked, tokens = 0, 0, 0.0
+    for run in runs:
+        count += len(run.gains)
+        asked += run.asked
+        tokens += sum(run.gains)
+    return count, asked, tokens
+
+
+def cut(runs: Sequence[Run], prices: list[float]) -> None:
+    """Take from the end of each run what brings no more than any slot costs, but for what is asked for. Mutates runs.
+
+    Args:
+        prices: of 0, 1, ... slots.
+    """
     least = inf
     for index in range(1, len(prices)):
         least = min(least, prices[index] - prices[index - 1])
-    return least
-
-
-def that_may_pay(gains: list[float], least: float, asked: int = 0) -> list[float]:
-    """Without the last ones that bring no more than the least that a slot costs, but for those that are asked for."""
-    end = len(gains)
-    while end > asked and gains[end - 1] <= least:
-        end -= 1
-    return gains[:end]
+    for run in runs:
+        end = len(run.gains)
+        while end > run.asked and run.gains[end - 1] <= least:
+            end -= 1
+        run.gains = run.gains[:end]
 
 
 def best_count(gains: list[float], prices: list[float], asked: int = 0) -> tuple[int, float]:

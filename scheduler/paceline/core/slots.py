@@ -8,7 +8,7 @@ from typing import Final
 from paceline.core.cost_model import CostModel
 from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, StepLoad, offer_by
 from paceline.core.method import DRAFT_MODEL
-from paceline.core.slot_order import ASKED, least_rise, that_may_pay
+from paceline.core.slot_order import ASKED, Run, cut, in_all
 
 CATCH_UP_HORIZON: Final = 64  # steps over which a request that drafts again pays for what its draft model missed
 
@@ -64,11 +64,16 @@ class SlotProblem:
         self.load = load
         self.second = second
         self.slot_price = slot_price
-        runs = self.runs = self._that_may_pay(_runs(candidates, load.budget, costs, max_depth), costs)
+        offered = _runs(candidates, load.budget, costs, max_depth)
+        count, asked, tokens = in_all(offered)
+        prices = costs.rises(load.rows, count, second, slot_price, asked, tokens)
+        cut(offered, prices)
+        self.most = len(prices) - 1  # slots: more cannot pay
+        runs = self.runs = [run for run in offered if run.gains]
         self.more = max(1, len(runs))  # slots, behind all of these, whose cost is looked at
         self.targets = costs.targets(load.rows, self.most + self.more, load.context, load.sampling)
-        count = 1 + len(runs)
-        self.first_pass, self.later_pass = costs.first_passes(count), costs.draft_passes(count)
+        sequences = 1 + len(runs)
+        self.first_pass, self.later_pass = costs.first_passes(sequences), costs.draft_passes(sequences)
         self.pass_price = second * _mean_rise(self.later_pass[1:])  # of a slot, at the average
         self.max_passes = self._max_passes(passes)
 
@@ -81,14 +86,12 @@ class SlotProblem:
         """In the order in which they are taken, whatever the number of passes."""
         slots = []
         for index, run in enumerate(self.runs):
-            price = self.second * run.reading / len(run.survivals)
-            for position, survival in enumerate(run.survivals):
+            price = self.second * run.reading / len(run.gains)
+            for position, gain in enumerate(run.gains):
                 is_asked = position < run.asked
-                rank = position - ASKED if is_asked else price - survival
+                rank = position - ASKED if is_asked else price - gain
                 rows, reading = (1 + run.catch_up, run.reading) if position == 0 else (1, 0.0)
-                slots.append(
-                    _Slot(rank, is_asked, index, position, survival - self.slot_price, rows, reading, run.forward)
-                )
+                slots.append(_Slot(rank, is_asked, index, position, gain - self.slot_price, rows, reading, run.forward))
         slots.sort(key=_rank_of)
         return slots
 
@@ -138,7 +141,7 @@ class SlotProblem:
         chosen = [NOTHING] * count
         for run, depth in zip(self.runs, best.depths):
             if depth:
-                chosen[run.owner] = Chosen(DRAFT_MODEL, depth)
+                chosen[run.index] = Chosen(DRAFT_MODEL, depth)
         return chosen
 
     def pass_prices(self, best: BestSlots) -> list[float]:
@@ -160,30 +163,17 @@ class SlotProblem:
         if not self.runs:
             return 0
         least = self.second * min(self.first_pass[1], self.later_pass[1])
-        longest = max([len(run.survivals) for run in self.runs])
+        longest = max([len(run.gains) for run in self.runs])
         most = max([min(passes, longest), *[run.asked for run in self.runs]])
         while most < longest:
             gain = 0.0
             for run in self.runs:
-                if most < len(run.survivals):
-                    gain += run.survivals[most]
+                if most < len(run.gains):
+                    gain += run.gains[most]
             if gain <= least:
                 break
             most += 1
         return most
-
-    def _that_may_pay(self, runs: list[_Run], costs: CostModel) -> list[_Run]:
-        """Runs without slots at their ends that bring less than any slot costs, of as many as can pay together."""
-        tokens, taken, count = 0.0, 0, 0
-        for run in runs:
-            tokens += sum(run.survivals)
-            taken += run.asked
-            count += len(run.survivals)
-        prices = costs.rises(self.load.rows, count, self.second, self.slot_price, taken, tokens)
-        self.most, least = len(prices) - 1, least_rise(prices)
-        for run in runs:
-            run.survivals = that_may_pay(run.survivals, least, run.asked)
-        return [run for run in runs if run.survivals]
 
 
 class _Slot:
@@ -227,24 +217,19 @@ def _rank_of(slot: _Slot) -> float:
     return slot.rank
 
 
-class _Run:
-    """What the draft model offers a request within bounds.
+class _Run(Run):
+    """What the draft model offers a request within bounds; its gains are before what any draft pass costs.
 
     Attributes:
-        owner: index of the candidate.
-        survivals: as far as bounds and the offer go.
-        asked: how many of these bounds ask for.
         catch_up, reading, forward: rows, their seconds, and those of the forward that they share, for catching up.
     """
 
-    __slots__ = ("asked", "catch_up", "forward", "owner", "reading", "survivals")
+    __slots__ = ("catch_up", "forward", "reading")
 
     def __init__(
-        self, owner: int, survivals: list[float], asked: int, catch_up: int, reading: float, forward: float
+        self, index: int, asked: int, gains: list[float], catch_up: int, reading: float, forward: float
     ) -> None:
-        self.owner = owner
-        self.survivals = survivals
-        self.asked = asked
+        super().__init__(index, asked, gains)
         self.catch_up = catch_up
         self.reading = reading
         self.forward = forward
@@ -255,15 +240,15 @@ def _runs(candidates: list[DepthCandidate], budget: int, costs: CostModel, max_d
     offers = [offer_by(DRAFT_MODEL, candidate) for candidate in candidates]
     fitting = _fitting(offers, budget)
     runs = []
-    for owner, offer in enumerate(offers):
-        if offer is None or (offer.catch_up and owner not in fitting):
+    for index, offer in enumerate(offers):
+        if offer is None or (offer.catch_up and index not in fitting):
             continue
-        candidate = candidates[owner]
+        candidate = candidates[index]
         survivals = offer.survivals[: candidate.reach(max_depth)]
         if survivals:
             asked = min(candidate.lowest, len(survivals))
             reading, forward = reading_seconds(costs, candidate, offer)
-            runs.append(_Run(owner, survivals, asked, offer.catch_up, reading, forward))
+            runs.append(_Run(index, asked, survivals, offer.catch_up, reading, forward))
     return runs
 
 
@@ -280,12 +265,12 @@ def reading_seconds(costs: CostModel, candidate: DepthCandidate, offer: Offer) -
 
 def _fitting(offers: list[Offer | None], budget: int) -> set[int]:
     """Of the requests whose draft model has to catch up, those for whom there are rows if the shortest go first."""
-    behind = [(offer.catch_up, owner) for owner, offer in enumerate(offers) if offer is not None and offer.catch_up]
+    behind = [(offer.catch_up, index) for index, offer in enumerate(offers) if offer is not None and offer.catch_up]
     fitting = set()
-    for catch_up, owner in sorted(behind):
+    for catch_up, index in sorted(behind):
         if catch_up < budget:
             budget -= catch_up + 1
-            fitting.add(owner)
+            fitting.add(index)
     return fitting
 
 

@@ -91,15 +91,14 @@ class SpeculationControl:
             {DRAFT_MODEL: limits[DRAFT_MODEL]} if request.speculation.min_depth and DRAFT_MODEL in limits else limits
             for request, limits in zip(requests, highest)
         ]
+        matches = [request.match if NGRAM in limits else 0 for request, limits in zip(requests, allowed)]
         chosen = choose_depths(
             self.policy,
             load,
             [request.request_id for request in requests],
             allowed,
-            [request.match if NGRAM in limits else 0 for request, limits in zip(requests, allowed)],
-            lambda indices: self._candidates(
-                [requests[i] for i in indices], [allowed[i] for i in indices], load.budget
-            ),
+            matches,
+            lambda indices: [self._candidate(requests[i], allowed[i], matches[i], load.budget) for i in indices],
             slot_price=slot_price,
         )
         if any([DRAFT_MODEL in limits for limits in highest]):
@@ -122,28 +121,22 @@ class SpeculationControl:
         [survival] = self._survivals(request, DRAFT_MODEL, 1)
         return self.policy.may_draft(survival, sequences, sequences * request.num_tokens)
 
-    def _candidates(
-        self, requests: list[Request], allowed: list[dict[Method, int]], budget: int
-    ) -> list[DepthCandidate]:
-        """What the policy chooses among: each request with the depths that it may have."""
-        candidates = []
-        for request, limits in zip(requests, allowed):
-            # The newest tokens are read by the first pass anyway. What does not fit a step is read in parts, of which
-            # the first is offered here; the scheduler grants no drafts before the last.
-            catch_up = min(max(0, request.draft_gap - self.first_rows), budget // 2)
-            most = max(limits.values())
-            offers = tuple(
-                [
-                    Offer(method, self._survivals(request, method, depth), catch_up if method is DRAFT_MODEL else 0)
-                    for method, depth in limits.items()
-                ]
-            )
-            lowest = min(request.speculation.min_depth, most)
-            drafts = any([work.num_drafts and work.method is DRAFT_MODEL for work in request.pending])
-            idle = 0 if drafts else request.steps_without_model
-            match = request.match if NGRAM in limits else 0
-            candidates.append(DepthCandidate(request.request_id, offers, lowest, most, idle, match))
-        return candidates
+    def _candidate(self, request: Request, limits: dict[Method, int], match: int, budget: int) -> DepthCandidate:
+        """What the policy chooses among: a request with the depths that it may have."""
+        # The newest tokens are read by the first pass anyway. What does not fit a step is read in parts, of which the
+        # first is offered here; the scheduler grants no drafts before the last.
+        catch_up = min(max(0, request.draft_gap - self.first_rows), budget // 2)
+        most = max(limits.values())
+        offers = tuple(
+            [
+                Offer(method, self._survivals(request, method, depth), catch_up if method is DRAFT_MODEL else 0)
+                for method, depth in limits.items()
+            ]
+        )
+        lowest = min(request.speculation.min_depth, most)
+        drafts = any([work.num_drafts and work.method is DRAFT_MODEL for work in request.pending])
+        idle = 0 if drafts else request.steps_without_model
+        return DepthCandidate(request.request_id, offers, lowest, most, idle, match)
 
     def _survivals(self, request: Request, method: Method, depth: int) -> list[float]:
         model, residual = self._models[request.params.verification][method], request.residuals[method]

@@ -2,65 +2,24 @@
 
 from __future__ import annotations
 
-from paceline.core.plan import Admission, SequenceWork
+from paceline.core.crowd import Crowd
+from paceline.core.plan import Admission
 from paceline.core.request import Request
-from paceline.core.slowdown import Slowdown
-
-
-class Share:
-    """One request's part of the step, until it is settled; see `SequenceWork`.
-
-    Attributes:
-        rows: known tokens to compute.
-        end: token positions that must have slots for them.
-    """
-
-    __slots__ = ("blocks", "catch_up", "depth", "end", "method", "request", "rows", "samples", "scores_ngram")
-
-    def __init__(self, request: Request, rows: int, samples: bool, end: int, blocks: tuple[int, ...]) -> None:
-        self.request = request
-        self.rows = rows
-        self.samples = samples
-        self.end = end
-        self.blocks = blocks
-        self.depth = 0
-        self.catch_up = 0
-        self.method = request.method
-        self.scores_ngram = False
-
-    def work(self) -> SequenceWork:
-        return SequenceWork(
-            self.request.request_id,
-            self.rows,
-            self.samples,
-            self.depth,
-            self.method,
-            self.catch_up,
-            self.blocks,
-            self.scores_ngram,
-        )
+from paceline.core.share import Share
 
 
 class StepBuilder:
     """Attributes:
     budget: rows that are left.
     prompt_budget: of them, those that prompts may have.
-    crowd: tenants whose requests may make the step only so much longer,
-    light: for those of these tenants,
-    most_slowdown: so many times as long;
-    ahead: of the crowd, those who make room for others of it.
-    slowdown: what is left of it for those; None before that is known, or where there is no bound.
+    crowd: whose requests may make the step only so much longer.
     shares: one for each request at most, in the order in which they got their rows.
     """
 
-    def __init__(self, budget: int, prompt_budget: int) -> None:
+    def __init__(self, budget: int, prompt_budget: int, crowd: Crowd) -> None:
         self.budget = budget
         self.prompt_budget = prompt_budget
-        self.crowd: frozenset[str] = frozenset()
-        self.light: frozenset[str] = frozenset()
-        self.ahead: frozenset[str] = frozenset()
-        self.most_slowdown = 1.0
-        self.slowdown: Slowdown | None = None
+        self.crowd = crowd
         self.shares: list[Share] = []
         self.admitted: list[Admission] = []
 
