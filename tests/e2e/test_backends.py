@@ -56,7 +56,8 @@ def _nothing_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def settings(pair: tuple[str, str], **more: Any) -> EngineSettings:
-    return EngineSettings(model=pair[0], draft=pair[1], device="cpu", **{"dtype": "float32", "max_model_len": 128, **more})
+    wanted = {"device": "cpu", "dtype": "float32", "max_model_len": 128, **more}
+    return EngineSettings(model=pair[0], draft=pair[1], **wanted)
 
 
 def target_of(found: EngineSettings) -> object:

@@ -120,7 +120,7 @@ class ModelRunner:
         return None if error is None else SequenceResult(request_id, error=error)
 
     def fail(self, request_id: int, error: PacelineError) -> SequenceResult:
-        """The request ends here, alone. Where it has been released since this step was launched, nobody is told again."""
+        """The request ends here, alone. If it was released after this step was launched, nobody is told again."""
         if request_id in self.sequences:
             logger.error("a request fails in a step, alone: %s", error)
             self._failed[request_id] = error
