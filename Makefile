@@ -10,10 +10,14 @@ BUF := $(CLIENTS)/node_modules/.bin/buf
 # Empty where there is no npm. What needs it is skipped there, and says so.
 NPM_INSTALLED := $(if $(shell command -v npm),$(CLIENTS)/node_modules/.package-lock.json)
 
-.PHONY: setup demo test test-interpreted check format proto lint-proto release-proto test-clients train bench bench-core clean
+.PHONY: setup scheduler-code native-code demo test test-interpreted check format proto lint-proto release-proto test-clients train bench bench-core clean
 
-setup: $(INSTALLED)  ## install, compile the scheduler, and compile the native code ahead of its first use
+setup: scheduler-code native-code  ## install, compile the scheduler, and compile the native code ahead of its first use
+
+scheduler-code: $(INSTALLED)
 	$(BIN)/python -m paceline.compiled
+
+native-code: $(INSTALLED)
 	$(BIN)/python -m paceline_kernels.cpu
 
 demo: $(INSTALLED)  ## serve the embedded pair, drive it over gRPC, print texts and a table

@@ -1,4 +1,6 @@
-"""Mends Triton's interpreter where it is imported: what triton gets wrong there and a GPU does right."""
+"""Mends Triton's interpreter where it is imported: what triton gets wrong there and a GPU does right, and what takes it
+long for nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,11 @@ _patch = interpreter._patch_lang_tensor
 _dot = interpreter.InterpreterBuilder.create_dot
 _call = interpreter.GridExecutor.__call__
 _cast = interpreter.InterpreterBuilder.cast_impl
+_patch_all = interpreter._patch_lang
+_find_dtype = interpreter._get_np_dtype
+
+_patched: set[str] = set()  # modules whose names were seen to in this launch
+_dtypes: dict[str, Any] = {}  # of numpy, by the names of triton's
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
@@ -41,14 +48,34 @@ def _cast_impl(self: Any, source: Any, dtype: Any) -> Any:
     return _cast(self, source, dtype)
 
 
+def _patch_lang(function: Any) -> Any:
+    """At every call of a function by a kernel, all of triton's names are looked through anew."""
+    if function.__module__ in _patched:
+        return interpreter._LangPatchScope()
+    _patched.add(function.__module__)
+    return _patch_all(function)
+
+
+def _get_np_dtype(dtype: Any) -> Any:
+    """For every operation, a table of all types is made anew."""
+    if dtype.name not in _dtypes:
+        _dtypes[dtype.name] = _find_dtype(dtype)
+    return _dtypes[dtype.name]
+
+
 def _call_kernel(self: Any, *args: Any, **options: Any) -> Any:
     """What overflows, or is no number, is so without a word, as on a GPU."""
+    _patched.clear()
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return _call(self, *args, **options)
 
 
 interpreter.GridExecutor.__call__ = _call_kernel
+# Else each sum of integers is computed three times over, for an assertion that nobody asked for.
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+interpreter._patch_lang = _patch_lang
 interpreter._patch_lang_tensor = _patch_lang_tensor
+interpreter._get_np_dtype = _get_np_dtype
 interpreter.InterpreterBuilder.create_dot = _create_dot
 interpreter.InterpreterBuilder.cast_impl = _cast_impl
