@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from engine.test_engine import EditedRunner, logprob_of, with_logprobs
+from engine.test_engine import EditedRunner, ToyCompiler, logprob_of, with_logprobs
 from engine.toy import FailingRunner, GatedRunner, ToyTokenizer, expected, make_engine, make_request, num_free
+from paceline.core.grammar import Grammar, GrammarKind, GrammarSpec
 from paceline.core.params import LogprobsParams, SamplingParams, SchedulingParams
 from paceline.core.plan import StepPlan, StepResult
 from paceline.engine import AsyncEngine, ChatMessage, Engine, GenerationRequest, Output, Stream, async_engine
@@ -536,6 +537,25 @@ class TestSubmit:
             gate.set()
             await turns()
             assert task.cancelled()
+            assert not engine.has_work
+
+    @pytest.mark.parametrize("draining", [False, True])
+    async def test_no_grammar_is_waited_for_at_the_end(self, draining: bool) -> None:
+        class Slow(ToyCompiler):
+            def compile(self, spec: GrammarSpec) -> Grammar:
+                self.specs.append(spec)
+                assert self.closed.wait(60)
+                raise Unavailable("closed")
+
+        engine = make_engine()
+        engine.grammars = compiler = Slow()
+        async with running(engine) as served:
+            asked = replace(make_request(), grammar=GrammarSpec(GrammarKind.REGEX, "a+"))
+            task = asyncio.create_task(served.submit(asked))
+            await until(lambda: bool(compiler.specs))
+            await (served.drain(60) if draining else served.stop())
+            with pytest.raises(Unavailable, match="closed"):
+                await task
             assert not engine.has_work
 
     async def test_draining_while_tokenising_refuses_it(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -531,10 +532,14 @@ class ToyCompiler:
 
     def __init__(self) -> None:
         self.specs: list[GrammarSpec] = []
+        self.closed = threading.Event()
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         self.specs.append(spec)
         return ToyGrammar()
+
+    def close(self) -> None:
+        self.closed.set()
 
 
 class TestConstraints:

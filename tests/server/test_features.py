@@ -287,6 +287,24 @@ async def test_slow_grammars_of_one_tenant_keep_no_other_waiting(
     await asyncio.wait(slow)
 
 
+async def test_nobody_waits_for_a_grammar_when_the_server_stops(
+    served: ModelServing, limited: Callable[[TrialLimits], LLGuidanceCompiler]
+) -> None:
+    compiler = await asyncio.to_thread(limited, TrialLimits(cpu_seconds=600.0, num_bytes=2 << 30))
+    assert compiler._trials is not None
+    slow = asyncio.create_task(served.client.complete(PROMPT, grammar=conjunction(40)))
+    async with asyncio.timeout(PATIENCE):
+        while not compiler._trials._processes:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        [process] = compiler._trials._processes
+        await served.client.admin.drain()
+        with pytest.raises(errors.Unavailable, match="the server is shutting down") as error:
+            await slow
+    assert error.value.reason == errors.Reason.DRAINING
+    assert process.returncode is not None
+    assert not compiler._trials._processes
+
+
 # -- the rest, in one effect each -------------------------------------------------------------------------------------
 
 

@@ -85,5 +85,11 @@ class GrammarCompiler(Protocol):
     """Thread-safe; compiling may take a while."""
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Raises InvalidArgument, naming the field `structured.<kind>`."""
+        """Raises InvalidArgument, naming the field `structured.<kind>`; Unavailable: it cannot be done now."""
+        ...
+
+    def close(self) -> None:
+        """Do no more: what is being compiled is Unavailable, as far as it can be ended, and so is all that comes later.
+        More calls have no effect.
+        """
         ...

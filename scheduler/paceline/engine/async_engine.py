@@ -197,14 +197,15 @@ class AsyncEngine:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="paceline-steps")
 
     async def drain(self, grace: float | None) -> tuple[int, int]:
-        """Refuse new requests, and give the live ones `grace` seconds to end, or for ever; the others fail with
-        Unavailable.
+        """Refuse new requests, and those that are being prepared; give the live ones `grace` seconds to end, or for
+        ever. The others fail with Unavailable.
 
         Returns:
             How many requests ended by themselves, and how many failed.
         """
         self._draining = True
         live = self._live_requests()
+        await self._close_engine()
         try:
             async with asyncio.timeout(grace):
                 await self._empty.wait()
@@ -221,8 +222,13 @@ class AsyncEngine:
         if self._task is not None:
             # Unlike awaiting the task, this does not cancel it when the caller is cancelled.
             await asyncio.wait([self._task])
+        await self._close_engine()
         self._worker.shutdown(wait=False)
         self._collector.shutdown(wait=False)
+
+    async def _close_engine(self) -> None:
+        """Who is being prepared will be refused: nobody waits for that. Processes that end take the system a while."""
+        await asyncio.to_thread(self.engine.close)
 
     def _end_all(self, reason: str) -> None:
         for request_id in self._live_requests():

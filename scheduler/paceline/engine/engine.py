@@ -61,8 +61,8 @@ class Prepared:
 
 
 class Engine:
-    """Owns the scheduler, the runner and the stop state of every live request. One caller at a time, except for
-    `prepare`.
+    """Owns the scheduler, the runner, the grammars and the stop state of every live request. One caller at a time,
+    except for `prepare` and `close`.
 
     Args:
         model_name: what clients call the model.
@@ -123,6 +123,7 @@ class Engine:
                 allowed, more completions than may ever wait.
             FailedPrecondition: a drafting method that is not loaded or that the tenant may not use, a conversation for
                 a model without a chat template, a grammar where none are served.
+            Unavailable: a grammar that cannot be tried now.
         """
         self._check_method(request)
         request.speculation.rule_for(request.sampling)
@@ -145,6 +146,13 @@ class Engine:
             raise InvalidArgument("stop.min_tokens", request.stop.min_tokens, allowed, reason=Reason.PROMPT_TOO_LONG)
         stop_strings = StopMatcher(request.stop.strings) if request.stop.strings else None
         return Prepared(prompt, self._constraints(request), stop_strings)
+
+    def close(self) -> None:
+        """No request will be prepared any more: one that waits for its grammar is Unavailable, and no process is left
+        that tried it. For any thread; takes a moment. More calls have no effect.
+        """
+        if self.grammars is not None:
+            self.grammars.close()
 
     def tokenize(self, prompt: Prompt, field: str = "prompt_text") -> tuple[int, ...]:
         """The ids of a prompt. Changes nothing, like `prepare`, and refuses what that refuses of a prompt.

@@ -125,7 +125,9 @@ class LLGuidanceCompiler:
             return self._compiled(spec)
 
     def close(self) -> None:
-        """End the processes in which grammars are tried. So does the end of this process, however it comes."""
+        """End the processes in which grammars are tried. So does the end of this process, however it comes. What has
+        been tried, and is compiled here, cannot be ended.
+        """
         if self._trials is not None:
             self._trials.close()
 

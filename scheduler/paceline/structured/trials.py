@@ -18,7 +18,7 @@ from multiprocessing.connection import Pipe
 from typing import IO
 
 from paceline.core.grammar import GrammarSpec
-from paceline.errors import Unavailable
+from paceline.errors import Reason, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Trials:
 
     def _start(self) -> _TrialProcess:
         if not self._close.alive:
-            raise Unavailable("the server is shutting down")
+            raise Unavailable("the server is shutting down", reason=Reason.DRAINING)
         try:
             process = _TrialProcess(self._vocabulary, self.limits)
         except OSError as error:
