@@ -22,10 +22,20 @@ from engine.toy import FailingRunner, GatedRunner, ToyTokenizer, expected, make_
 from paceline.core.grammar import Grammar, GrammarKind, GrammarSpec
 from paceline.core.params import LogprobsParams, SamplingParams, SchedulingParams
 from paceline.core.plan import StepPlan, StepResult
+from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.engine import AsyncEngine, ChatMessage, Engine, GenerationRequest, Output, Stream, async_engine
 from paceline.engine.engine import Prepared
 from paceline.engine.fair_threads import FairThreads
-from paceline.errors import Cancelled, EngineDead, InvalidArgument, QueueTimeout, ResourceExhausted, Unavailable
+from paceline.errors import (
+    Cancelled,
+    EngineDead,
+    InvalidArgument,
+    PacelineError,
+    QueueTimeout,
+    QuotaExceeded,
+    ResourceExhausted,
+    Unavailable,
+)
 from paceline.sim.clock import VirtualClock
 
 lags = pytest.mark.parametrize("lag", [0, 1])
@@ -499,6 +509,62 @@ class TestSubmit:
             await read(waiting)
             await read(await served.submit(asked))
 
+    @pytest.mark.parametrize("limit", ["server", "tenant"])
+    async def test_what_is_prepared_counts_as_waiting(self, limit: str) -> None:
+        engine, gate = slow_to_encode(max_queued=3 if limit == "server" else 64)
+        if limit == "tenant":
+            engine.scheduler.tenants.set_policies({"": TenantPolicy(max_queued=3)}, ONE_SHARE, 0.0)
+        refusal: type[PacelineError] = Unavailable if limit == "server" else QuotaExceeded
+        asked = make_request("x" * 5000)
+        async with running(engine) as served:
+            tasks = [asyncio.create_task(served.submit(one)) for one in (asked, replace(asked, n=2))]
+            await turns()
+            for late in (asked, replace(asked, n=2), make_request()):
+                with pytest.raises(refusal, match=r"^3 requests .*are waiting, and .*max_queued is 3"):
+                    await served.submit(late)
+            with pytest.raises(InvalidArgument, match="n = 4: must be at most 3"):
+                await served.submit(replace(asked, n=4))
+            tasks[0].cancel()
+            await asyncio.wait(tasks[:1])
+            await read(await served.submit(make_request()))
+            gate.set()
+            await read_choices(await tasks[1])
+            assert engine.scheduler.tenants.num_queued == 0
+
+    async def test_whatever_becomes_of_it_its_places_are_given_back(self) -> None:
+        engine, gate = slow_to_encode(max_queued=2)
+        async with running(engine) as served:
+            for prompt, error in (("x" * 190 + "\ud800" * 5000, InvalidArgument), ("x" * 16000, InvalidArgument)):
+                tasks = [asyncio.create_task(served.submit(make_request(prompt))) for _ in range(2)]
+                await turns()
+                assert engine.scheduler.tenants.num_queued == 2
+                gate.set()
+                for task in tasks:
+                    with pytest.raises(error):
+                        await task
+                assert engine.scheduler.tenants.num_queued == 0
+                engine.check_invariants()
+                gate.clear()
+
+    async def test_who_is_being_prepared_gives_way(self) -> None:
+        engine, gate = slow_to_encode(max_queued=4)
+        async with running(engine) as served:
+            flood = replace(make_request("x" * 5000), scheduling=SchedulingParams(tenant="flood"))
+            tasks = [asyncio.create_task(served.submit(one)) for one in (flood, replace(flood, n=2), flood)]
+            await turns()
+            calm = replace(make_request(), n=2, scheduling=SchedulingParams(tenant="calm"))
+            stream = await served.submit(calm)
+            with pytest.raises(Unavailable, match="its tenant has more requests in it"):
+                await tasks[2]
+            with pytest.raises(Unavailable, match="its tenant has more requests in it"):
+                await tasks[1]
+            assert not gate.is_set(), "they have not waited for what they would lose"
+            assert not tasks[0].done()
+            await read_choices(stream)
+            gate.set()
+            await read(await tasks[0])
+            engine.check_invariants()
+
     async def test_times_count_from_before_the_preparation(self) -> None:
         engine = make_engine()
         prepare, clock = engine.prepare, engine.clock
@@ -570,14 +636,14 @@ class TestSubmit:
             assert not engine.has_work
 
 
-def slow_to_encode() -> tuple[Engine, threading.Event]:
-    """An engine that encodes once the event is set."""
-    engine = make_engine(num_blocks=4000, max_model_len=15000)
+def slow_to_encode(**settings: int) -> tuple[Engine, threading.Event]:
+    """An engine that prepares what takes long once the event is set."""
+    engine = make_engine(num_blocks=4000, max_model_len=15000, **settings)
     gate = threading.Event()
     prepare = engine.prepare
 
     def slow(request: GenerationRequest) -> Prepared:
-        assert gate.wait(60)
+        assert not async_engine._takes_long(request) or gate.wait(60)
         return prepare(request)
 
     engine.prepare = slow  # type: ignore[method-assign]

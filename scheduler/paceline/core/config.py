@@ -31,7 +31,7 @@ class SchedulerConfig:
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: rows per step: prompt chunks, decodes, draft slots and draft catch-up together.
         max_model_len: prompt and completion tokens of one request at most.
-        max_queued: requests waiting at most.
+        max_queued: requests waiting at most, those that are being prepared included.
         min_depth: lowest speculation depth of a request that does not ask for less.
         max_depth: highest speculation depth of any request.
         max_draft_len: positions that the draft model can see.

@@ -35,6 +35,7 @@ from paceline.core.params import (
     SpeculationParams,
     StopParams,
 )
+from paceline.core.places import Places
 from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.core.prefixes import Prefixes
 from paceline.core.request import FINISHED, RUNNING, Request, RequestOutput, RequestStats, RequestStatus
@@ -247,7 +248,8 @@ class Scheduler:
             self.deadlines.check(request, now, busy, len(known) * self.config.block_size)
 
     def check_queue(self, tenant: str, count: int, now: float) -> None:
-        """May so many more requests of the tenant wait? Changes nothing but the books of idle tenants.
+        """May so many more requests of the tenant wait, beside those that places are kept for? Changes nothing but the
+        books of idle tenants.
 
         Raises:
             InvalidArgument: an unknown tenant.
@@ -255,27 +257,46 @@ class Scheduler:
             Unavailable: the server's bound; likewise.
         """
         account = self.tenants.get(tenant, now)
-        own, most = len(account.queue), account.policy.max_queued
+        own, most = account.num_queued, account.policy.max_queued
         if most is not None and own + count > most:
             reason = f"{own} requests of tenant {tenant!r} are waiting, and its max_queued is {most}"
             wait = self.rate.seconds_until_ends(own + count - most)
             raise QuotaExceeded(reason, wait, tenant=tenant, limit="max_queued", granted=most)
         missing = self._missing_places(count)
         if missing and not self.tenants.give_way(tenant, count, missing):
-            reason = f"{self.tenants.num_waiting} requests are waiting, and max_queued is {self.config.max_queued}"
+            reason = f"{self.tenants.num_queued} requests are waiting, and max_queued is {self.config.max_queued}"
             raise Unavailable(reason, self.rate.seconds_until_ends(missing), reason=Reason.QUEUE_FULL)
+
+    def keep(self, places: Places, now: float) -> None:
+        """Let places in the queue count as taken, for a request that is to be prepared before it can be added, until it
+        gives them back: right before that, or when it will not come. They may go to another tenant before.
+
+        Raises:
+            PacelineError: whatever `check_queue` refuses.
+        """
+        self.check_queue(places.tenant, places.count, now)
+        self._make_room(places.tenant, places.count)
+        self.tenants.keep(places)
+
+    def give_back(self, places: Places) -> None:
+        """Keep them no more. Lost already: no effect."""
+        self.tenants.give_back(places)
 
     def _missing_places(self, count: int) -> int:
         """In the queue, before so many more requests can wait."""
-        return max(0, self.tenants.num_waiting + count - self.config.max_queued)
+        return max(0, self.tenants.num_queued + count - self.config.max_queued)
 
     def _make_room(self, tenant: str, count: int) -> None:
         """For so many more requests of the tenant."""
         missing = self._missing_places(count)
-        for request in self.tenants.give_way(tenant, count, missing) if missing else ():
+        for leaving in self.tenants.give_way(tenant, count, missing) if missing else ():
             reason = "the queue is full, and its tenant has more requests in it for its share than others"
-            wait = self.rate.seconds_until_ends(missing)
-            self._refuse(request, Unavailable(reason, wait, reason=Reason.QUEUE_FULL))
+            error = Unavailable(reason, self.rate.seconds_until_ends(missing), reason=Reason.QUEUE_FULL)
+            if isinstance(leaving, Places):
+                self.give_back(leaving)
+                leaving.on_loss(error)
+            else:
+                self._refuse(leaving, error)
 
     def take_refused(self) -> list[tuple[int, PacelineError]]:
         """Requests that were ended because they came too late, gave way or failed alone, each once, and why."""

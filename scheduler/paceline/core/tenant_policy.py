@@ -22,7 +22,7 @@ class TenantPolicy:
         weight: share of the service, in proportion to those of others. Bounded, so that what is charged over the lowest
             weight and over the highest can be added up, for months, without losing the smaller.
         max_running: completions that run at once.
-        max_queued: completions that wait.
+        max_queued: completions that wait or are being prepared for that.
         max_blocks: KV blocks held at once.
         tokens_per_second: the bucket's rate. It counts prompt tokens that are computed, and not those that are found in
             the prefix cache, and completion tokens; drafts are paid by charges alone. A prompt is paid for when it is

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
+from paceline.core.places import Places
 from paceline.core.queue import RequestQueue
 from paceline.core.request import Request
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
@@ -34,6 +35,8 @@ class Tenant:
         charged_seconds: seconds charged.
         num_running: its requests in the batch.
         queue: its waiting requests.
+        coming: places in the queue that are kept, the newest last.
+        num_queued: completions that wait, and those that places are kept for.
     """
 
     __slots__ = (
@@ -41,7 +44,9 @@ class Tenant:
         "_filled_at",
         "_weight",
         "charged_seconds",
+        "coming",
         "name",
+        "num_coming",
         "num_running",
         "policy",
         "queue",
@@ -56,12 +61,18 @@ class Tenant:
         self.charged_seconds = 0.0
         self.num_running = 0
         self.queue = RequestQueue()
+        self.coming: dict[Places, None] = {}
+        self.num_coming = 0
         self._bucket = policy.burst
         self._filled_at = now
 
     @property
     def is_live(self) -> bool:
         return self.num_running > 0 or len(self.queue) > 0
+
+    @property
+    def num_queued(self) -> int:
+        return self.num_coming + len(self.queue)
 
     @property
     def asks_for(self) -> int:
@@ -125,14 +136,17 @@ class Tenants:
 
     Attributes:
         num_waiting: requests in all queues.
+        num_queued: these, and those that places are kept for.
     """
 
     def __init__(self, policies: Mapping[str, TenantPolicy], default: TenantPolicy | None = ONE_SHARE) -> None:
         self.policies = policies
         self.default = default
         self.num_waiting = 0
+        self._num_coming = 0
         self._tenants: dict[str, Tenant] = {}
         self._waiting: dict[str, Tenant] = {}  # that have requests in their queues
+        self._coming: dict[str, Tenant] = {}  # that places are kept for
         self._level = 0.0  # counter of the last that was served
 
     def policy(self, name: str) -> TenantPolicy:
@@ -166,6 +180,10 @@ class Tenants:
         return iter(self._tenants.values())
 
     @property
+    def num_queued(self) -> int:
+        return self.num_waiting + self._num_coming
+
+    @property
     def waiting(self) -> Iterable[Tenant]:
         """Those with requests in their queues."""
         return self._waiting.values()
@@ -192,6 +210,24 @@ class Tenants:
             self.num_waiting -= 1
             if not tenant.queue:
                 del self._waiting[tenant.name]
+
+    def keep(self, places: Places) -> None:
+        """Let them count as if their request waited. Its tenant has an account."""
+        tenant = self._coming[places.tenant] = self._tenants[places.tenant]
+        tenant.coming[places] = None
+        tenant.num_coming += places.count
+        self._num_coming += places.count
+
+    def give_back(self, places: Places) -> None:
+        """Keep them no more. Not kept: no effect."""
+        tenant = self._coming.get(places.tenant)
+        if tenant is None or places not in tenant.coming:
+            return
+        del tenant.coming[places]
+        tenant.num_coming -= places.count
+        self._num_coming -= places.count
+        if not tenant.coming:
+            del self._coming[places.tenant]
 
     def started(self, request: Request) -> None:
         """A request leaves its queue and runs."""
@@ -224,19 +260,26 @@ class Tenants:
         live = self._tenants.values()
         return greedy, [one for one in live if one.num_running and one.asks_for <= LIGHT * one.own(share)]
 
-    def give_way(self, name: str, count: int, missing: int) -> list[Request]:
-        """So many requests that leave a full queue to `count` more of this tenant: the newest of the tenant that has
-        most of them for its weight, if it then still has no fewer than this one. Nobody, if there are not so many.
+    def give_way(self, name: str, count: int, missing: int) -> list[Request | Places]:
+        """Who leaves so many places in a full queue to `count` more of this tenant: of the tenant that has most of them
+        for its weight, those who are still being prepared and then the newest requests, if it then still has no fewer
+        than this one. Nobody, if there are not so many.
 
         So a flood of one tenant keeps no other out.
         """
         tenant = self._tenants[name]
-        longest = max(self._waiting.values(), key=lambda one: len(one.queue) / one.policy.weight, default=tenant)
-        left = (len(longest.queue) - missing) / longest.policy.weight
-        if longest is tenant or left < (len(tenant.queue) + count) / tenant.policy.weight:
+        others = [*self._waiting.values(), *self._coming.values()]
+        longest = max(others, key=lambda one: one.num_queued / one.policy.weight, default=tenant)
+        left = (longest.num_queued - missing) / longest.policy.weight
+        if longest is tenant or left < (tenant.num_queued + count) / tenant.policy.weight:
             return []
+        leaving: list[Request | Places] = []
+        for places in reversed(longest.coming):
+            if missing > 0:
+                leaving.append(places)
+                missing -= places.count
         newest = longest.queue.newest(missing)
-        return newest if len(newest) == missing else []
+        return [*leaving, *newest] if len(newest) == max(0, missing) else []
 
     def requests(self) -> list[Request]:
         """All that wait, queue by queue."""
@@ -257,7 +300,7 @@ class Tenants:
         """Drop accounts without requests. Whose counter is above the level keeps it, lest it be forgiven, if there is
         room for that.
         """
-        idle = [tenant for tenant in self._tenants.values() if not tenant.is_live]
+        idle = [tenant for tenant in self._tenants.values() if not (tenant.is_live or tenant.coming)]
         paid = [tenant for tenant in idle if tenant.service <= self._level and tenant.policy.tokens_per_second is None]
         for tenant in paid or idle:
             del self._tenants[tenant.name]
@@ -266,5 +309,9 @@ class Tenants:
         assert self.num_waiting == sum(len(tenant.queue) for tenant in self._tenants.values())
         waiting = {name for name, tenant in self._tenants.items() if tenant.queue}
         assert waiting == self._waiting.keys(), "waiting tenants"
+        coming = {name for name, tenant in self._tenants.items() if tenant.coming}
+        assert coming == self._coming.keys(), "tenants that places are kept for"
+        assert self._num_coming == sum(tenant.num_coming for tenant in self._tenants.values())
         for tenant in self._tenants.values():
+            assert tenant.num_coming == sum(places.count for places in tenant.coming)
             tenant.queue.check_invariants()

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.tenant_policy import TenantPolicy
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, Prepared
 from paceline.engine.fair_threads import FairThreads
 from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stream import Stream, publish
@@ -98,14 +98,12 @@ class AsyncEngine:
             EngineDead: the engine has failed.
             Unavailable: it is not running, draining, or its queue is full.
             DeadlineExceeded: the time is over already, or would be before the completion is whole.
-            PacelineError: whatever `Engine.prepare` and `Engine.add` refuse.
+            PacelineError: whatever `Engine.places_kept`, `Engine.prepare` and `Engine.add` refuse.
         """
         self._check_open()
         arrival = self.engine.clock()
         if _takes_long(request):
-            # Whoever comes again and again to a full queue shall not cost more than those who are in it.
-            self.engine.scheduler.check_queue(request.scheduling.tenant, 1, arrival)
-            prepared = await self._threads.run(request.scheduling.tenant, self.engine.prepare, request)
+            prepared = await self._prepare_elsewhere(request, arrival)
             self._check_open()
         else:
             prepared = self.engine.prepare(request)
@@ -122,6 +120,24 @@ class AsyncEngine:
         self._empty.clear()
         self._wake.set()
         return stream
+
+    async def _prepare_elsewhere(self, request: GenerationRequest, arrival: float) -> Prepared:
+        """In another thread. Meanwhile it counts as waiting, and gives way to another tenant as those who wait do."""
+        lost: list[PacelineError] = []
+        try:
+            async with asyncio.timeout(None) as patience:
+
+                def give_way(error: PacelineError) -> None:
+                    lost.append(error)
+                    patience.reschedule(0.0)
+
+                with self.engine.places_kept(request, arrival, give_way):
+                    self._wake.set()  # somebody may have given way to it
+                    return await self._threads.run(request.scheduling.tenant, self.engine.prepare, request)
+        except TimeoutError:
+            if lost:
+                raise lost[0] from None
+            raise
 
     async def tokenize(self, prompt: Prompt, field: str = "prompt_text", *, tenant: str = "") -> tuple[int, ...]:
         """The ids of a prompt, as `submit` would read it. Arguments and errors are those of `Engine.tokenize`.

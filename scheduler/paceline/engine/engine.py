@@ -10,13 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from paceline.core.grammar import Grammar, GrammarCompiler
 from paceline.core.method import Method
 from paceline.core.params import Constraints, SamplingParams
+from paceline.core.places import Places
 from paceline.core.plan import FinishReason, Pending, StepPlan, StepResult, StepRunner, TokenLogprobs
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
@@ -146,6 +148,28 @@ class Engine:
             raise InvalidArgument("stop.min_tokens", request.stop.min_tokens, allowed, reason=Reason.PROMPT_TOO_LONG)
         stop_strings = StopMatcher(request.stop.strings) if request.stop.strings else None
         return Prepared(prompt, self._constraints(request), stop_strings)
+
+    @contextmanager
+    def places_kept(
+        self, request: GenerationRequest, arrival: float, on_loss: Callable[[PacelineError], None]
+    ) -> Iterator[None]:
+        """While a request is prepared, its completions count as waiting. To be left before it is added.
+
+        Args:
+            arrival: now, on the engine's clock.
+            on_loss: told why its places went to another tenant: then the request is refused with that.
+
+        Raises:
+            InvalidArgument: an unknown tenant, more completions than may ever wait.
+            ResourceExhausted, Unavailable: the queue is full, the tenant's or the server's.
+        """
+        self._check_n(request)
+        places = Places(request.scheduling.tenant, request.n, on_loss)
+        self.scheduler.keep(places, arrival)
+        try:
+            yield
+        finally:
+            self.scheduler.give_back(places)
 
     def close(self) -> None:
         """No request will be prepared any more: one that waits for its grammar is Unavailable, and no process is left
