@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import numpy as np
@@ -20,6 +22,7 @@ from paceline.client import AsyncClient, Client, Completion
 from paceline.client.errors import error_for
 from paceline.client.retry import FIRST_BACKOFF, JITTER, LONGEST_BACKOFF, Attempts, RetryPolicy
 from paceline.options import LONGEST_TIME
+from support.serving import serving as serving_context
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 RESOURCE_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -99,6 +102,16 @@ def test_no_deadline_is_none() -> None:
     made, clock = attempts()
     clock.now += 1e9
     assert made.remaining() is None
+
+
+def test_an_id_that_an_attempt_of_ours_may_hold() -> None:
+    made, _ = attempts(max_retries=4)
+    taken = error_for(grpc.StatusCode.ALREADY_EXISTS, "taken")
+    assert made.delay_after(taken) is None, "somebody else's"
+    assert made.delay_after(error_for(UNAVAILABLE, "busy", 1.0)) == 1.0
+    assert made.delay_after(taken) is None, "the server has refused ours"
+    assert made.delay_after(error_for(UNAVAILABLE, "cut off")) is not None
+    assert [made.delay_after(taken) is None for _ in range(3)] == [False, False, True]
 
 
 # ---- Both clients --------------------------------------------------------------------------------------------------
@@ -287,3 +300,67 @@ async def test_every_call_checks_its_timeout(server: FakeServer) -> None:
             with refused:
                 question(timeout=math.nan)
     assert server.requests == []
+
+
+class Pipe:
+    """Connections to a server, which may break on the client's side alone."""
+
+    def __init__(self, address: str) -> None:
+        self._host, _, self._port = address.rpartition(":")
+        self._ours: list[asyncio.StreamWriter] = []
+        self._servers: list[asyncio.StreamWriter] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        their_reader, their_writer = await asyncio.open_connection(self._host, int(self._port))
+        self._ours.append(writer)
+        self._servers.append(their_writer)
+        for source, target in ((reader, their_writer), (their_reader, writer)):
+            self._tasks.append(asyncio.create_task(self._copy(source, target)))
+
+    async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await source.read(1 << 16):
+                target.write(data)
+
+    def cut(self) -> None:
+        """The first connection, as the client sees it."""
+        self._ours[0].transport.abort()
+
+    def tell_server(self) -> None:
+        self._servers[0].transport.abort()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for writer in self._ours + self._servers:
+            writer.transport.abort()
+        await asyncio.wait(self._tasks)
+
+
+@pytest.mark.parametrize("many", [False, True])
+async def test_an_id_is_ours_again_once_the_server_has_seen_that_the_connection_broke(many: bool) -> None:
+    async with serving_context() as served, Pipe(served.address) as pipe:
+        retries = itertools.count(1)
+
+        def jitter() -> float:
+            if next(retries) == 2:  # the id was taken
+                pipe.tell_server()
+                served.runner.open()
+            return 0.0
+
+        async with await asyncio.start_server(pipe.accept, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            async with AsyncClient(f"127.0.0.1:{port}") as client:
+                client._connection.retries = RetryPolicy(max_retries=9, jitter=jitter)
+                async with client.many() as stream:
+                    if many:
+                        generation = await stream.start("hello", request_id="mine", max_tokens=4)
+                    else:
+                        generation = client.generate("hello", request_id="mine", max_tokens=4)
+                    waiting = asyncio.create_task(generation.collect())
+                    await served.until(lambda: served.scheduler.has_requests)
+                    pipe.cut()
+                    assert len((await waiting).token_ids) == 4
+    assert next(retries) > 2

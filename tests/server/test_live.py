@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 
+import grpc
 import pytest
 
+from paceline.engine import GenerationRequest
+from paceline.engine.engine import Prepared
 from paceline.errors import AlreadyExists, InvalidArgument
 from paceline.server.live import LiveGenerations
+from paceline.v1 import admin_pb2, admin_pb2_grpc
+from paceline.v1 import generation_pb2 as pb
+from support.serving import PATIENCE, Serving, failure, request
 
 
 def test_a_tenant_has_an_id_once() -> None:
@@ -22,6 +29,42 @@ def test_a_tenant_has_an_id_once() -> None:
     with live.claim("mine", "a"):
         assert live.get("mine", "b") is None
     assert not len(live)
+
+
+async def test_an_id_is_free_once_it_is_cancelled(serving: Serving) -> None:
+    live = LiveGenerations()
+    with ExitStack() as first, ExitStack() as second:
+        cancelled = first.enter_context(live.claim("mine", "a"))
+        assert cancelled.cancel(serving.engine)
+        ours = second.enter_context(live.claim("mine", "a"))
+        with pytest.raises(AlreadyExists), live.claim("mine", "a"):
+            pass
+        first.close()
+        assert live.get("mine", "a") is ours, "the end of the first is not the second's"
+        with pytest.raises(AlreadyExists), live.claim("mine", "a"):
+            pass
+    assert not len(live)
+
+
+async def test_one_that_is_cancelled_while_it_is_prepared_holds_no_id(serving: Serving) -> None:
+    engine, gate = serving.engine.engine, threading.Event()
+    prepare = engine.prepare
+
+    def slow(request: GenerationRequest) -> Prepared:
+        assert not request.sampling.bad_words or gate.wait(PATIENCE)
+        return prepare(request)
+
+    engine.prepare = slow  # type: ignore[method-assign]
+    try:
+        first = serving.stub.Generate(request(request_id="mine", sampling=pb.SamplingParams(bad_words=["b"])))
+        await serving.until(lambda: serving.server.live.get("mine", "") is not None)
+        admin = admin_pb2_grpc.AdminServiceStub(serving.channel)
+        await admin.CancelGeneration(admin_pb2.CancelGenerationRequest(request_id="mine"))
+        serving.runner.open()
+        assert [response async for response in serving.stub.Generate(request(request_id="mine"))]
+    finally:
+        gate.set()
+    assert (await failure(first)).code() is grpc.StatusCode.CANCELLED
 
 
 def test_one_that_may_have_another_name_gets_one() -> None:

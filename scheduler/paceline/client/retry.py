@@ -58,6 +58,7 @@ class Attempts:
         self._policy = policy
         self._deadline = None if timeout is None else policy.clock() + timeout
         self._retries = 0
+        self._was_cut_off = False  # the server may still be at an attempt of ours
 
     def remaining(self) -> float | None:
         """Seconds that are left: the deadline of the next attempt."""
@@ -67,13 +68,15 @@ class Attempts:
         """Seconds to wait before the next attempt, or None: the call has failed for good.
 
         Only to be asked while the server has answered nothing. A server that is busy says when to come again; what says
-        nothing is a server that cannot be reached, which is tried again after a time of our own. A quota or a size
-        that says nothing will say the same again.
+        nothing is a server that cannot be reached, which is tried again after a time of our own. So is, behind that, an
+        id that is taken: by the attempt that was cut off, until the server notices. A quota or a size that says nothing
+        will say the same again.
         """
         pushback = error.retry_after
-        if error.code not in RETRIED or self._retries >= self._policy.max_retries:
+        is_own = self._was_cut_off and error.code is grpc.StatusCode.ALREADY_EXISTS
+        if not (error.code in RETRIED or is_own) or self._retries >= self._policy.max_retries:
             return None
-        if pushback is None and error.code is not grpc.StatusCode.UNAVAILABLE:
+        if pushback is None and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return None
         if pushback is not None and pushback < 0:
             return None
@@ -83,4 +86,5 @@ class Attempts:
         if remaining is not None and delay >= remaining:
             return None
         self._retries += 1
+        self._was_cut_off = self._was_cut_off or pushback is None
         return delay

@@ -25,25 +25,27 @@ class LiveGeneration:
     """Attributes:
     since: when it came, on the monotonic clock.
     stream: None until the engine has taken it.
+    cancelled: somebody has ended it; what is left of its call keeps nobody from its id.
     """
 
     request_id: str
     tenant: str
     since: float = field(default_factory=time.monotonic)
     stream: Stream | None = None
-    _cancelled: bool = False
+    cancelled: bool = False
     _namesakes: int = 1
 
     def attach(self, stream: Stream) -> None:
         """The engine has taken it. Raises Cancelled if it has been cancelled on its way there."""
         self.stream = stream
-        if self._cancelled:
+        if self.cancelled:
             raise Cancelled("the request was aborted")
 
     def cancel(self, engine: AsyncEngine) -> bool:
         """End it with Cancelled, whoever waits for it. False if it has ended and only its reader is behind."""
-        self._cancelled = True
-        return self.stream is None or engine.abort(self.stream.request_id)
+        lived = self.stream is None or engine.abort(self.stream.request_id)
+        self.cancelled = self.cancelled or lived
+        return lived
 
     def name_another(self) -> str:
         """A new id, for one more that came by this one: with the number behind it that it has among them."""
@@ -56,7 +58,8 @@ EndObserver: TypeAlias = Callable[[LiveGeneration, grpc.StatusCode], None]
 
 
 class LiveGenerations:
-    """Who claims an id holds it until it leaves. Ids are a tenant's own: others may use the same, and learn nothing.
+    """Who claims an id holds it until it leaves or is cancelled. Ids are a tenant's own: others may use the same, and
+    learn nothing.
 
     Attributes:
         on_end: called at the one end of every generation; they must not raise. Append to it.
@@ -76,11 +79,11 @@ class LiveGenerations:
         Raises:
             AlreadyExists: another of the tenant holds it.
         """
-        holder = self.get(request_id, tenant)
+        holder = self._holder(request_id, tenant)
         if holder is not None:
             if not rename:
                 raise AlreadyExists(f"request_id {request_id!r} belongs to a request that is still running")
-            while self.get(request_id, tenant) is not None:
+            while self._holder(request_id, tenant) is not None:
                 request_id = holder.name_another()
         live = self._live[tenant, request_id] = LiveGeneration(request_id, tenant)
         call = find_call()
@@ -93,7 +96,8 @@ class LiveGenerations:
             code = code_of(error, call)
             raise
         finally:
-            del self._live[tenant, request_id]
+            if self.get(request_id, tenant) is live:  # else it was cancelled, and another has the id
+                del self._live[tenant, request_id]
             if call is not None:
                 call.tokens = (call.tokens or 0) + (live.stream.num_tokens if live.stream else 0)
             for observe in self.on_end:
@@ -101,6 +105,10 @@ class LiveGenerations:
 
     def get(self, request_id: str, tenant: str) -> LiveGeneration | None:
         return self._live.get((tenant, request_id))
+
+    def _holder(self, request_id: str, tenant: str) -> LiveGeneration | None:
+        live = self.get(request_id, tenant)
+        return None if live is None or live.cancelled else live
 
     def find(self, request_id: str) -> LiveGeneration | None:
         """Of whichever tenant has one. Raises InvalidArgument: several have."""
