@@ -25,9 +25,9 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 
 # Begun first, so that no process is left alone with one of them while all others have nothing more to do.
 SLOWEST = (
+    "e2e/test_sampled.py",
     "ops/test_instruction_sets.py",
     "e2e/test_device_runner.py",
-    "e2e/test_sampled.py",
     "loadtest/test_random_load.py",
     "speculation/test_draft_model.py",
     "server/test_fuzz.py",

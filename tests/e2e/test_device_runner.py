@@ -217,7 +217,7 @@ def test_draft_models_catch_up_with_whatever_was_planned(tmp_path: Path) -> None
     """Depths and methods that change with every step, few rows, and now and then a step that goes the general way. A
     draft model that is the target is always right, if it has read all that it should have.
     """
-    pair = tiny_pair(tmp_path, noise=0.0, num_hidden_layers=1)
+    pair = tiny_pair(tmp_path, noise=0.0)
     engine, oracle = build(pair, "triton", max_num_batched_tokens=12, max_num_seqs=4), build(pair, "torch", depth="off")
     engine.scheduler.speculation.policy = policy = AnyDepth()
     requests = [
@@ -281,7 +281,7 @@ def test_the_table_and_its_mirrors_agree(tmp_path: Path, monkeypatch: pytest.Mon
     """Whoever drafts, at any depth, with prompts in chunks, and where memory ends before or behind the verdicts."""
     if torch.cuda.is_available():
         pytest.skip("a step is not through when it is launched")
-    pair = letter_pair(tmp_path, "abcde", noise=0.0, num_hidden_layers=1)
+    pair = letter_pair(tmp_path, "abcde", noise=0.0)
     engine, oracle = build(pair, "triton", max_num_batched_tokens=12, max_num_seqs=4), build(pair, "torch", depth="off")
     engine.scheduler.config = replace(engine.scheduler.config, hybrid=True)
     engine.scheduler.speculation.policy = AnyDepth()
