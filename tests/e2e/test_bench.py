@@ -42,7 +42,7 @@ from paceline.models import load_model_config
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import ceilings
 from support import short_profile
-from support.native import needs_compiler
+from support.native import device_of, needs_compiler
 from support.pairs import tiny_pair
 
 
@@ -154,8 +154,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _engine(pair: tuple[Path, Path], backend: str = "auto") -> Engine:
-    device = "cpu" if backend == "native" else "auto"
-    return build_engine(EngineSettings(str(pair[0]), str(pair[1]), dtype="float32", backend=backend, device=device))
+    settings = EngineSettings(str(pair[0]), str(pair[1]), dtype="float32", backend=backend, device=device_of(backend))
+    return build_engine(settings)
 
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -23,6 +23,7 @@ from paceline.runner.drafter import Draft
 from paceline.wiring import EngineSettings, build_engine
 from support.backends import ENGINES
 from support.model_serving import model_serving
+from support.native import device_of
 from support.pairs import tiny_pair
 
 BAD, WORSE = 301, 302  # tokens that the model reads as NaN, and as infinity
@@ -49,7 +50,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def make(pair: tuple[Path, Path], backend: str, **settings: Any) -> Engine:
     wanted = {
         **{"dtype": "float32", "max_model_len": 64, "block_size": BLOCK, "kv_cache_memory": 1 << 20, "depth": "3"},
-        **({"device": "cpu"} if backend == "native" else {}),
+        "device": device_of(backend),
         **settings,
     }
     return build_engine(EngineSettings(str(pair[0]), str(pair[1]), backend=backend, **wanted))

@@ -8,7 +8,7 @@ from paceline.core.params import SamplingParams, SchedulingParams, StopParams
 from paceline.engine import ChatMessage, Engine, GenerationRequest
 from paceline.engine.request import Prompt
 from paceline.wiring import EngineSettings, build_engine
-from support.native import needs_compiler
+from support.native import device_of, needs_compiler
 
 TURNS = 20
 BLOCK = 16
@@ -23,7 +23,7 @@ def engine_of(backend: str, prefix_cache: str) -> Engine:
         dtype="float32",
         backend=backend,
         reproducible=backend == "native",
-        device="cpu" if backend == "native" else "auto",
+        device=device_of(backend),
         max_model_len=2048,
         block_size=BLOCK,
         prefix_cache=prefix_cache,

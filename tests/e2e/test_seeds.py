@@ -33,7 +33,7 @@ from paceline.models.config import DTYPES
 from paceline.runner import KVCache
 from paceline.wiring import EngineSettings, build_engine
 from support.backends import DEVICE
-from support.native import needs_compiler
+from support.native import device_of, needs_compiler
 from support.reference import Asked, Completed, complete, same_but_for_near_ties
 
 BATCH = 16
@@ -141,7 +141,7 @@ class Mode:
             quantization=self.quantization,
             draft_quantization=self.quantization,
             reproducible=self.backend == "native",
-            device="cpu" if self.backend == "native" else "auto",
+            device=device_of(self.backend),
             max_model_len=MAX_LEN,
             max_num_seqs=BATCH,
             max_num_batched_tokens=variation.max_num_batched_tokens,

@@ -1,4 +1,4 @@
-"""The native backend in tests: who needs it, with how many threads it computes, and what its 8 bits stand for."""
+"""The native backend in tests: who needs it, where and with how many threads it computes, what its 8 bits stand for."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def compiler_found() -> bool:
 
 # Where there is a compiler, native code that does not compile is a failure.
 needs_compiler = pytest.mark.skipif(not compiler_found(), reason="no C++ compiler")
+
+
+def device_of(backend: str) -> str:
+    """For an engine's settings. On a machine with a GPU, too, the native backend is the CPU's."""
+    return "cpu" if backend == "native" else "auto"
 
 
 @contextmanager
