@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from paceline.core.cost_model import CostModel, StepKind
+from paceline.core.cost_model import DECODE, MIXED, CostModel
 from paceline.core.depth import (
     NOTHING,
     Chosen,
@@ -109,10 +109,13 @@ class AdaptiveDepth:
         """What stands. For a new one, the best at the prices of the last decision and within its number of passes, if
         that pays for what its draft model has to read.
         """
-        request_id, offer = candidate.request_id, offer_by(DRAFT_MODEL, candidate)
+        request_id = candidate.request_id
+        choice = self._standing.by_model.get(request_id)
+        if choice is not None and not choice.depth:
+            return choice
+        offer = offer_by(DRAFT_MODEL, candidate)
         if offer is None:  # which it may have had when that was decided
             return NOTHING
-        choice = self._standing.by_model.get(request_id)
         if choice is not None or request_id in self._reviewed:
             return choice or NOTHING
         price, most = self._next_price + self._pass_price, min(self._num_passes, candidate.reach(self.max_depth))
@@ -124,6 +127,8 @@ class AdaptiveDepth:
 
     def _review(self, candidates: Sequence[DepthCandidate], by_model: list[Chosen], prices: Prices) -> None:
         """Choose anew for those that have drafted since."""
+        if not self._reviewed:
+            return
         indices, reviewed, offers = [], [], []
         for index, candidate in enumerate(candidates):
             offer = offer_by(DRAFT_MODEL, candidate)
@@ -151,7 +156,7 @@ class AdaptiveDepth:
             reach = candidate.reach(self.max_depth)
             if choice.method is NGRAM and choice.depth >= reach:
                 looks[candidate.request_id] = Look(candidate.match, choice)
-            elif choice == standing and left >= reach:
+            elif choice is standing and left >= reach:
                 looks[candidate.request_id] = Look(candidate.match)
             else:  # with a longer match, more rows or other company, it may do something else
                 looks.pop(candidate.request_id, None)
@@ -198,12 +203,12 @@ class AdaptiveDepth:
         shape = outcome.shape
         predicted = max(self.costs.step(shape), SHORTEST)
         seconds = min(outcome.seconds, OUTLIER * predicted)
-        if shape.kind is StepKind.MIXED:
+        if shape.kind is MIXED:
             rows = decodes + sum(drafted for _, drafted, _ in outcome.drafts)
             alone = replace(shape, rows=rows, sequences=decodes, draft_rows=0)
             seconds *= self.costs.step(alone) / predicted
         plain = self.costs.target(decodes, shape.context, decodes)
-        if shape.kind is StepKind.DECODE:
+        if shape.kind is DECODE:
             self._probes.saw_plain_step(self._num_steps)
         # What drafts will bring changes with what they brought, faster than what they cost.
         by_model, looks = self._standing.by_model, self._standing.looks

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from paceline.core.config import MOST_ROWS
 from paceline.core.curve import Curve
@@ -58,6 +58,12 @@ class StepKind(enum.StrEnum):
     DECODE = "decode"  # one row per sequence
     VERIFY = "verify"  # with drafts
     MIXED = "mixed"  # with prompt chunks
+
+
+# Looked up in the class, a member takes as long as a function call; these are for what is done in every step.
+DECODE: Final = StepKind.DECODE
+VERIFY: Final = StepKind.VERIFY
+MIXED: Final = StepKind.MIXED
 
 
 # Not frozen, and with a constructor of its own, because those that are generated take ten times as long.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Sequence
 
 
@@ -34,12 +32,12 @@ class Curve:
     def at(self, count: int) -> float:
         if count == 0 and self._at_zero is not None:
             return self._at_zero
-        height, slope, start = self._line(bisect_right(self._buckets, count) - 1)
+        height, slope, start = self._line(self._bucket(count))
         return height + slope * (count - start)
 
     def span(self, first: int, count: int) -> list[float]:
         """At `first`, ... `first + count`, [count + 1]."""
-        bucket, last, buckets = bisect_right(self._buckets, first) - 1, self._last, self._buckets
+        bucket, last, buckets = self._bucket(first), self._last, self._buckets
         values = []
         height, slope, start = self._line(bucket)
         for number in range(first, first + count + 1):
@@ -55,13 +53,13 @@ class Curve:
         """By how much `first`, ... `first + count` exceed the first, times a factor, plus as many times `each`,
         [count + 1]; or fewer: the first that exceeds the one at `taken` by `more` is the last.
         """
-        bucket, last, buckets = bisect_right(self._buckets, first) - 1, self._last, self._buckets
-        rise, total, most = factor * self._slope(bucket) + each, 0.0, math.inf
+        bucket, last, buckets = self._bucket(first), self._last, self._buckets
+        rise, total, most = factor * self._slope(bucket) + each, 0.0, 0.0
         values = [total]
         for number in range(first, first + count):
             if number == first + taken:
                 most = total + more
-            if total > most:
+            if number >= first + taken and total > most:
                 break
             if bucket < last and buckets[bucket + 1] <= number:
                 bucket += 1
@@ -90,6 +88,19 @@ class Curve:
         for index in range(first, self._last):
             height += self._rises[index]
             self._heights[index + 1] = height
+
+    def _bucket(self, count: int) -> int:
+        """The last bucket that is not above a count; -1 if all are. The library's bisection is called from compiled code
+        as from Python, which takes longer than to bisect.
+        """
+        first, end = 0, len(self._buckets)
+        while first < end:
+            middle = (first + end) // 2
+            if self._buckets[middle] <= count:
+                first = middle + 1
+            else:
+                end = middle
+        return first - 1
 
     def _slope(self, bucket: int) -> float:
         """Behind the bucket of that index, or before the first one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from paceline.core.cost_model import StepShape
 from paceline.core.method import NO_METHOD, Method
@@ -60,8 +60,7 @@ class DepthCandidate:
         return max(self.lowest, min(self.highest, max_depth))
 
 
-# Of this, and of outcomes and decisions, there are some in every few steps; generated constructors take ten times as
-# long.
+# Of this, and of what follows, there are some in every few steps; generated constructors take ten times as long.
 @dataclass(init=False, slots=True)
 class StepLoad:
     """The step so far, before any draft.
@@ -85,11 +84,16 @@ class StepLoad:
         self.budget = budget
 
 
-class Chosen(NamedTuple):
-    """What a request drafts; the method is NONE if the depth is 0."""
+@dataclass(init=False, slots=True, unsafe_hash=True)
+class Chosen:
+    """What a request drafts; the method is NONE if the depth is 0. Nobody changes it: steps share it."""
 
     method: Method
     depth: int
+
+    def __init__(self, method: Method, depth: int) -> None:
+        self.method = method
+        self.depth = depth
 
 
 @dataclass(init=False, slots=True)

@@ -31,22 +31,26 @@ class NgramProblem:
         self.standing = standing
         self.prices = prices
         self.max_depth = max_depth
+        self.drafts = 0
+        for choice in standing:
+            self.drafts += choice.depth
 
     def solve(self) -> list[Chosen]:
         offered = self._offered()
         if not offered:
             return self.standing
-        drafts = sum([choice.depth for choice in self.standing])
         count, asked, tokens = in_all(offered)
-        slot_prices = self.prices.of_slots(self.prices.load.rows, drafts + count, drafts + asked, tokens)
+        slot_prices = self.prices.of_slots(self.prices.load.rows, self.drafts + count, self.drafts + asked, tokens)
         cut(offered, slot_prices)
-        if not any([run.gains for run in offered]):
+        promising = [run for run in offered if run.gains]
+        if not promising:
             return self.standing
         # Who drafts may copy nothing, and leave the draft passes with others.
+        drafting = [run for run in offered if self.standing[run.index].depth] if self.drafts else []
+        if not drafting:
+            return self._joined(promising, slot_prices)
         matched = [run for run in offered if run.gains or self.standing[run.index].depth]
         copying = self._copying(matched, slot_prices)
-        if not any([self.standing[run.index].depth for run in matched]):
-            return self._joined(copying, slot_prices)
         bound = any([run.asked for run in copying])
         best, value = self.standing, -math.inf if bound else self._value(self.standing, slot_prices)
         for some in [copying] + [matched] * (len(matched) > len(copying)):
@@ -82,14 +86,13 @@ class NgramProblem:
 
     def _joined(self, copying: list[Run], slot_prices: list[float]) -> list[Chosen]:
         """The best if these copy; as it stood if that is not to draft at all."""
-        drafts, budget = self._beside(copying)
-        depths = best_depths(copying, budget, slot_prices[drafts:])
-        if not any(depths.values()):
-            return self.standing
-        chosen = list(self.standing)
-        for index, depth in depths.items():
-            chosen[index] = Chosen(NGRAM, depth) if depth else NOTHING
-        return chosen
+        drafts, budget = self._beside(copying) if self.drafts else (0, self.prices.load.budget)
+        depths = best_depths(copying, budget, slot_prices[drafts:] if drafts else slot_prices)
+        chosen, copies = self.standing[:], 0
+        for run, depth in zip(copying, depths):
+            chosen[run.index] = Chosen(NGRAM, depth) if depth else NOTHING
+            copies += depth
+        return chosen if copies else self.standing
 
     def _beside(self, copying: list[Run]) -> tuple[int, int]:
         """Drafts of all others, and rows that are left."""

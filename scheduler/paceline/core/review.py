@@ -28,7 +28,7 @@ def review(
         rows: of the step without the drafts of any of these.
     """
     last = len(prices.passes) - 1
-    runs = []
+    runs: list[Run] = []
     for index, (candidate, offer) in enumerate(zip(candidates, offers)):
         survivals = offer.survivals[: candidate.reach(max_depth)]
         asked = min(max(candidate.lowest, int(not candidate.steps_without_model)), len(survivals))
@@ -40,6 +40,5 @@ def review(
     cut(runs, slot_prices)
     depths = best_depths(runs, budget, slot_prices)
     return [
-        within_bounds(candidate, offer, depths[index])
-        for index, (candidate, offer) in enumerate(zip(candidates, offers))
+        within_bounds(candidate, offer, depth) for candidate, offer, depth in zip(candidates, offers, depths)
     ]

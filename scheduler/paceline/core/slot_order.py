@@ -27,9 +27,9 @@ class Run:
         self.gains = gains
 
 
-def best_depths(runs: Sequence[Run], budget: int, prices: list[float]) -> dict[int, int]:
-    """How many slots of each run are taken, from its front, by index: those that are asked for, and as many of the best
-    behind them as gain the most, of `budget` at most.
+def best_depths(runs: list[Run], budget: int, prices: list[float]) -> list[int]:
+    """How many slots of each run are taken, from its front: those that are asked for, and as many of the best behind
+    them as gain the most, of `budget` at most.
 
     Every count is looked at, since the first drop says nothing where prices rise in stairs.
 
@@ -39,13 +39,13 @@ def best_depths(runs: Sequence[Run], budget: int, prices: list[float]) -> dict[i
     if len(runs) == 1:
         [run] = runs
         count, _ = best_count(run.gains[: max(0, budget)], prices, run.asked)
-        return {run.index: count}
+        return [count]
     # Of each slot its rank, its run and its gain: lists take half the time of an object for each.
     ranks: list[float] = []
     owners: list[int] = []
     gains: list[float] = []
     asked = 0
-    for run in runs:
+    for number, run in enumerate(runs):
         worst = 1.0
         for position, gain in enumerate(run.gains):
             worst = min(worst, gain)  # nothing stands before what it builds on
@@ -54,11 +54,11 @@ def best_depths(runs: Sequence[Run], budget: int, prices: list[float]) -> dict[i
                 ranks.append(position - ASKED)
             else:
                 ranks.append(-worst)
-            owners.append(run.index)
+            owners.append(number)
             gains.append(gain)
     order = sorted(range(len(ranks)), key=ranks.__getitem__)[: max(0, min(budget, len(prices) - 1))]
     count, _ = best_count([gains[slot] for slot in order], prices, asked)
-    depths = {run.index: 0 for run in runs}
+    depths = [0] * len(runs)
     for slot in order[:count]:
         depths[owners[slot]] += 1
     return depths
@@ -70,7 +70,10 @@ def in_all(runs: Sequence[Run]) -> tuple[int, int, float]:
     for run in runs:
         count += len(run.gains)
         asked += run.asked
-        tokens += sum(run.gains)
+        brought = 0.0
+        for gain in run.gains:
+            brought += gain
+        tokens += brought
     return count, asked, tokens
 
 
@@ -87,7 +90,8 @@ def cut(runs: Sequence[Run], prices: list[float]) -> None:
         end = len(run.gains)
         while end > run.asked and run.gains[end - 1] <= least:
             end -= 1
-        run.gains = run.gains[:end]
+        if end < len(run.gains):
+            run.gains = run.gains[:end]
 
 
 def best_count(gains: list[float], prices: list[float], asked: int = 0) -> tuple[int, float]:

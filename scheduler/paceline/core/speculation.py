@@ -9,7 +9,7 @@ from typing import Final
 
 from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel
 from paceline.core.calibration import Calibration
-from paceline.core.cost_model import CostModel, StepKind, StepShape
+from paceline.core.cost_model import DECODE, MIXED, VERIFY, CostModel, StepShape
 from paceline.core.depth import Chosen, DepthCandidate, Offer, Outcome, StepLoad
 from paceline.core.depth_choices import choose_depths
 from paceline.core.depth_policy import DepthPolicy
@@ -226,7 +226,7 @@ class SpeculationControl:
             totals.add(counts)
             live[request.request_id] = self._request_report(request, counts)
         errors = {} if self.costs is None else self.costs.errors()
-        plain = errors.get(StepKind.DECODE)
+        plain = errors.get(DECODE)
         return SpeculationReport(
             decision=self.policy.decision,
             drafters={
@@ -296,7 +296,7 @@ def _shape(
         samples += work.samples
         slots += result.num_drafted
     if tokens > len(works) or samples < len(works):
-        kind = StepKind.MIXED
+        kind = MIXED
     else:
-        kind = StepKind.VERIFY if slots else StepKind.DECODE
+        kind = VERIFY if slots else DECODE
     return StepShape(tokens + slots, context, tuple(passes), read, kind, len(works))
