@@ -1221,7 +1221,7 @@ def test_ngrams_for_which_there_were_no_rows_are_looked_at_again(budget: int) ->
 
 @pytest.mark.parametrize(
     ("seconds", "count", "dwell"),
-    [(1.0, 1, DWELL), (0.01, 1, DWELL), (0.0004, 1, 4 * DWELL), (0.01, 256, 5 * DWELL), (0.1, 256, DWELL)],
+    [(1.0, 1, DWELL), (0.01, 1, DWELL), (0.0004, 1, 7 * DWELL), (0.01, 256, 8 * DWELL), (0.1, 256, DWELL)],
 )
 def test_decisions_stand_longer_where_steps_are_short_beside_them(seconds: float, count: int, dwell: int) -> None:
     policy = adaptive(costs_by(lambda rows: seconds + 1e-9 * rows, lambda count: seconds))

@@ -21,6 +21,7 @@ from paceline.core.depth import (
     Outcome,
     StepLoad,
     offer_by,
+    slots_of,
     within_bounds,
 )
 from paceline.core.method import DRAFT_MODEL, NGRAM
@@ -38,7 +39,7 @@ MAX_DEPTH: Final = 8  # of any request, unless the operator fixes a higher depth
 DWELL: Final = 7
 # About what a decision takes, in seconds, and what each request adds to it. Where that is more than a share of the
 # time of seven steps, it stands for as many times seven, but not as if steps took no time at all.
-DECISION_SHARE: Final = 0.005
+DECISION_SHARE: Final = 0.003
 DECISION_SECONDS: Final = 50e-6
 SECONDS_PER_REQUEST: Final = 6e-6
 MOST_DWELLS: Final = 64  # fewer steps than those after which something is tried in any case
@@ -78,6 +79,8 @@ class AdaptiveDepth:
         # Per step, lately: tokens per sequence, and duration over that of the same decodes without drafts; no prompts.
         self._earned = 1.0
         self._spent = 1.0
+        self._decodes = 0  # in the last step with any
+        self._plain = SHORTEST  # seconds that they take without drafts
         self._least_factor = LEAST_SHARE  # of earned over spent, as of the last decision
         self._num_steps = 0
         self._decided_at: int | None = None
@@ -139,7 +142,7 @@ class AdaptiveDepth:
                 offers.append(offer)
         if not indices:
             return
-        standing = sum([choice.depth for choice in by_model])
+        standing = slots_of(by_model)
         behind = sum([offer.catch_up for offer in offers])
         rows, budget = prices.load.rows + standing, prices.load.budget - standing - behind
         chosen = review(reviewed, offers, prices, rows, budget, self.max_depth)
@@ -149,7 +152,7 @@ class AdaptiveDepth:
     def _look(self, candidates: Sequence[DepthCandidate], by_model: list[Chosen], prices: Prices) -> list[Chosen]:
         """At n-grams: who drafts by them, and what of that holds for more than this step."""
         chosen = NgramProblem(candidates, by_model, prices, self.max_depth).solve()
-        looks, left = self._standing.looks, prices.load.budget - sum([choice.depth for choice in chosen])
+        looks, left = self._standing.looks, prices.load.budget - slots_of(chosen)
         for candidate, standing, choice in zip(candidates, by_model, chosen):
             if not candidate.match:
                 continue
@@ -158,8 +161,8 @@ class AdaptiveDepth:
                 looks[candidate.request_id] = Look(candidate.match, choice)
             elif choice is standing and left >= reach:
                 looks[candidate.request_id] = Look(candidate.match)
-            else:  # with a longer match, more rows or other company, it may do something else
-                looks.pop(candidate.request_id, None)
+            elif candidate.request_id in looks:  # with a longer match, more rows or other company, it may do otherwise
+                del looks[candidate.request_id]
         return chosen
 
     def _prices(self, load: StepLoad, slot_price: float) -> Prices:
@@ -207,7 +210,8 @@ class AdaptiveDepth:
             rows = decodes + sum(drafted for _, drafted, _ in outcome.drafts)
             alone = replace(shape, rows=rows, sequences=decodes, draft_rows=0)
             seconds *= self.costs.step(alone) / predicted
-        plain = self.costs.target(decodes, shape.context, decodes)
+        plain = max(self.costs.target(decodes, shape.context, decodes), SHORTEST)
+        self._decodes, self._plain = decodes, plain
         if shape.kind is DECODE:
             self._probes.saw_plain_step(self._num_steps)
         # What drafts will bring changes with what they brought, faster than what they cost.
@@ -221,7 +225,7 @@ class AdaptiveDepth:
             if look is not None and look.choice.depth and kept < drafted:
                 del looks[request_id]
         self._earned += (1 - EARNINGS_DECAY) * (outcome.emitted / decodes - self._earned)
-        self._spent += (1 - EARNINGS_DECAY) * (seconds / max(plain, SHORTEST) - self._spent)
+        self._spent += (1 - EARNINGS_DECAY) * (seconds / plain - self._spent)
 
     def forget(self, request_id: int) -> None:
         self._standing.forget(request_id)
@@ -237,7 +241,9 @@ class AdaptiveDepth:
         what is a little less is left as it is, or chance would make time dearer than it is.
         """
         factor = max(self._least_factor, self._earned / self._spent)
-        return factor * load.sampling / plain_seconds(self.costs, load)
+        # As many decode as in the last step: what they read has hardly grown.
+        plain = self._plain if load.sampling == self._decodes else plain_seconds(self.costs, load)
+        return factor * load.sampling / plain
 
     def _least_price_factor(self, candidates: list[DepthCandidate], load: StepLoad) -> float:
         """What drafting as little as bounds allow makes of the price of time, or hardly less."""
@@ -260,7 +266,7 @@ class AdaptiveDepth:
         return (
             self._decided_at is None
             or self._num_steps - self._decided_at >= self._dwell
-            or 8 * abs(load.sampling - before.sampling) > before.sampling
+            or (load.sampling != before.sampling and 8 * abs(load.sampling - before.sampling) > before.sampling)
             or abs(slot_price - price_before) > PRICE_CHANGE
             or (load.rows != before.rows and abs(self._row_price(load) - self._row_price(before)) > PRICE_CHANGE)
             or before.budget < enough <= load.budget

@@ -90,8 +90,8 @@ class Curve:
             self._heights[index + 1] = height
 
     def _bucket(self, count: int) -> int:
-        """The last bucket that is not above a count; -1 if all are. The library's bisection is called from compiled code
-        as from Python, which takes longer than to bisect.
+        """The last bucket that is not above a count; -1 if all are. Once this is compiled, a call of the library's
+        bisection takes longer than to bisect.
         """
         first, end = 0, len(self._buckets)
         while first < end:

@@ -154,6 +154,14 @@ class Decision:
 NOTHING: Final = Chosen(NO_METHOD, 0)
 
 
+def slots_of(chosen: list[Chosen]) -> int:
+    """How many drafts that is, all requests."""
+    slots = 0
+    for choice in chosen:
+        slots += choice.depth
+    return slots
+
+
 def offer_by(method: Method, candidate: DepthCandidate) -> Offer | None:
     for offer in candidate.offers:
         if offer.method is method:

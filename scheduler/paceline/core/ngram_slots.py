@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline.core.depth import NOTHING, Chosen, DepthCandidate, offer_by
+from paceline.core.depth import NOTHING, Chosen, DepthCandidate, offer_by, slots_of
 from paceline.core.method import DRAFT_MODEL, NGRAM
 from paceline.core.prices import Prices
 from paceline.core.slot_order import Run, best_count, best_depths, cut, in_all
@@ -31,9 +31,7 @@ class NgramProblem:
         self.standing = standing
         self.prices = prices
         self.max_depth = max_depth
-        self.drafts = 0
-        for choice in standing:
-            self.drafts += choice.depth
+        self.drafts = slots_of(standing)
 
     def solve(self) -> list[Chosen]:
         offered = self._offered()

@@ -39,6 +39,4 @@ def review(
         run.gains = [gain - prices.passes[min(position, last)] for position, gain in enumerate(run.gains)]
     cut(runs, slot_prices)
     depths = best_depths(runs, budget, slot_prices)
-    return [
-        within_bounds(candidate, offer, depth) for candidate, offer, depth in zip(candidates, offers, depths)
-    ]
+    return [within_bounds(candidate, offer, depth) for candidate, offer, depth in zip(candidates, offers, depths)]

@@ -295,8 +295,6 @@ def _shape(
         tokens += work.num_tokens
         samples += work.samples
         slots += result.num_drafted
-    if tokens > len(works) or samples < len(works):
-        kind = MIXED
-    else:
-        kind = VERIFY if slots else DECODE
+    is_mixed = tokens > len(works) or samples < len(works)
+    kind = MIXED if is_mixed else VERIFY if slots else DECODE
     return StepShape(tokens + slots, context, tuple(passes), read, kind, len(works))
