@@ -84,7 +84,7 @@ class NgramProblem:
 
     def _joined(self, copying: list[Run], slot_prices: list[float]) -> list[Chosen]:
         """The best if these copy; as it stood if that is not to draft at all."""
-        drafts, budget = self._beside(copying) if self.drafts else (0, self.prices.load.budget)
+        drafts, budget = self._beside(copying)
         depths = best_depths(copying, budget, slot_prices[drafts:] if drafts else slot_prices)
         chosen, copies = self.standing[:], 0
         for run, depth in zip(copying, depths):
@@ -95,6 +95,8 @@ class NgramProblem:
     def _beside(self, copying: list[Run]) -> tuple[int, int]:
         """Drafts of all others, and rows that are left."""
         drafts, budget = 0, self.prices.load.budget
+        if not self.drafts:
+            return drafts, budget
         indices = {run.index for run in copying}
         for index, choice in enumerate(self.standing):
             if choice.depth and index not in indices:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.core.acceptance import AcceptanceModel, Residual
-from paceline.core.cost_model import LARGEST_BUCKET, CostModel, StepKind, StepShape
+from paceline.core.cost_model import DECODE, LARGEST_BUCKET, VERIFY, CostModel, StepShape
 from paceline.core.depth import DepthCandidate, Offer, Outcome, StepLoad
 from paceline.core.depth_choices import choose_depths
 from paceline.core.depth_policy import DepthPolicy
@@ -263,7 +263,7 @@ def _shape(depths: Sequence[int], catch_up: int) -> StepShape:
     """The step of these depths, all by the draft model."""
     size = len(depths)
     passes = size - np.cumsum(np.bincount(depths))[:-1]
-    kind = StepKind.VERIFY if len(passes) else StepKind.DECODE
+    kind = VERIFY if len(passes) else DECODE
     return StepShape(size + sum(depths), 0, tuple(passes.tolist()), catch_up, kind, size)
 
 
