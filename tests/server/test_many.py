@@ -455,7 +455,7 @@ async def test_cancelling_the_rpc_frees_all(lagging: Serving) -> None:
 
 
 async def test_the_deadline_is_for_all(lagging: Serving) -> None:
-    client = Many(lagging, timeout=0.5)
+    client = Many(lagging, timeout=2.0)  # long enough for three to be taken on a machine that stands still at times
     for key in range(3):
         await client.start(key, request(f"prompt {key}", max_tokens=500))
     await lagging.until(lambda: len(lagging.scheduler.requests) == 3)
