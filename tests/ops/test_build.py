@@ -192,6 +192,20 @@ def test_each_march_has_its_library(sources: Path, cache: Path, monkeypatch: pyt
 
 
 @needs_compiler
+@pytest.mark.parametrize(("vendor", "expected"), [("GenuineIntel", 1), ("AuthenticAMD", 0), ("", 0)])
+def test_the_source_is_told_whose_this_cpu_is(
+    vendor: str, expected: int, sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not whose another one is."""
+    (sources / "toy.h").write_text("#ifndef INTEL\n#define INTEL 0\n#endif\n#define ANSWER INTEL\n")
+    monkeypatch.setattr(build, "_cpu_lines", lambda *fields: f"vendor_id: {vendor}" if "vendor_id" in fields else "")
+    monkeypatch.delenv(build.MARCH_VARIABLE, raising=False)
+    assert load("toy").answer() == expected
+    monkeypatch.setenv(build.MARCH_VARIABLE, "x86-64")
+    assert load("toy").answer() == 0
+
+
+@needs_compiler
 def test_one_openmp_runtime() -> None:
     """The one that torch has loaded: after all libraries have come and computed."""
     code = """

@@ -26,7 +26,7 @@ TARGETS: dict[str, set[str]] = {
     "x86-64": set(),
     "x86-64 -DEMULATED_TILES=1": set(),  # how a matrix unit is fed
     "haswell": AVX2,
-    "skylake-avx512": AVX512,
+    "skylake-avx512 -DINTEL=1": AVX512,
     "cooperlake": AVX512 | {"avx512_bf16", "avx512_vnni"},
 }
 

@@ -17,6 +17,7 @@
 
 #include "amx.h"
 #include "factors.h"
+#include "fetch.h"
 #include "team.h"
 
 namespace attention {
@@ -74,9 +75,12 @@ inline float sum_of_lanes(Floats x) {
 template <class T>
 inline void store_weights(T* to, Floats x) {
 #if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<T, bfloat16>) {
-        const __m256bh halves = _mm512_cvtneps_pbh((__m512)x);
-        std::memcpy(to, &halves, sizeof halves);
+    if constexpr (!std::is_same_v<T, float>) {
+        bfloat16 halves[LANES];
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+        std::memcpy(halves, &rounded, sizeof rounded);
+        if constexpr (std::is_same_v<T, bfloat16>) std::memcpy(to, halves, sizeof halves);
+        if constexpr (std::is_same_v<T, WideHalf>) store(&to->value, load(halves));
         return;
     }
 #endif
@@ -112,13 +116,14 @@ public:
     inline void fetch() {
         if (next_ == count_) return;
         Span& span = spans_[next_];
+        const char* const some = in_turn(span.begin);
 #pragma GCC unroll 8
         for (int line = 0; line < LINES; ++line) {
             // The compiler leaves out functions that do nothing but __builtin_prefetch.
 #if defined(TILES)
             asm volatile("prefetcht1 %0" ::"m"(span.begin[64 * line]));
 #elif defined(__x86_64__)
-            asm volatile("prefetcht2 %0" ::"m"(span.begin[64 * line]));
+            asm volatile("prefetcht2 %0" ::"m"(some[NEXT_LINE * line]));
 #else
             __builtin_prefetch(span.begin + 64 * line, 0, 1);
 #endif
@@ -621,7 +626,7 @@ private:
             Activation<T>* const weights = work.weights + i * attention::POSITIONS;
             for (int64_t g = 0; g < chunk.count; ++g) {
                 const Floats power = fused(load(scores + g * LANES), all(scale_), all(-base[i]));
-                constexpr bool ROUNDED = std::is_same_v<Activation<T>, bfloat16>;
+                constexpr bool ROUNDED = std::is_same_v<T, bfloat16>;
                 attention::store_weights(weights + g * LANES, powers_of_two<ROUNDED>(power));
             }
             if (chunk.count % 2 == 1) std::fill_n(weights + chunk.count * LANES, LANES, Activation<T>{});  // they are added in twos

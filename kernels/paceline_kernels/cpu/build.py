@@ -136,7 +136,7 @@ def build(name: str, march: str) -> Path:
     """
     compiler = find_compiler()
     source = SOURCES / f"{name}.cpp"
-    flags = (*FLAGS, *shlex.split(f"-march={march}"))
+    flags = (*FLAGS, *shlex.split(f"-march={march}"), *(_make() if march == "native" else ()))
     texts = [path.read_bytes() for path in (source, *sorted(SOURCES.glob("*.h")))]
     identity = "\0".join((*compiler, *flags, torch.__version__, _cpu())).encode()
     digest = hashlib.sha256(b"\0".join([identity, *texts])).hexdigest()[:16]
@@ -245,9 +245,18 @@ def _writable(cache: Path | None) -> Path:
 
 def _cpu() -> str:
     """What -march=native depends on."""
+    return _cpu_lines("model name", "flags") or platform.processor() or platform.machine()
+
+
+def _make() -> list[str]:
+    """What the source asks of a CPU and its instructions do not tell: by whom it is."""
+    return ["-DINTEL=1"] if "GenuineIntel" in _cpu_lines("vendor_id") else []
+
+
+def _cpu_lines(*fields: str) -> str:
+    """Of the first core, as the system tells them; empty where it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    wanted = ("model name", "flags")
-    return "\n".join(next((line for line in lines if line.startswith(field)), "") for field in wanted)
+        return ""
+    return "\n".join(next((line for line in lines if line.startswith(field)), "") for field in fields)

@@ -92,20 +92,17 @@ int64_t multiply_floats(int64_t rounds, uint32_t& seen) {
 }
 
 int64_t multiply_halves(int64_t rounds, uint32_t& seen) {
-#if defined(__AVX512BF16__)
+    if constexpr (HALVES_WIDE) return multiply_floats(rounds, seen);
     seen = repeat(rounds, [](Register sum, Register a, Register b) { return multiply_add_pairs((Bits)a, (Bits)b, sum); });
     return rounds * OPERATIONS / 2;
-#else
-    return multiply_floats(rounds, seen);
-#endif
 }
 
 int64_t multiply_bytes(int64_t rounds, uint32_t& seen) {
     seen = repeat(rounds, [](Register sum, Register a, Register b) {
-        if constexpr (KEPT_WIDE) return (Register)multiply_add_shorts((Bits)a, (Bits)b, (Integers)sum);
+        if constexpr (BYTES_WIDE) return (Register)multiply_add_shorts((Bits)a, (Bits)b, (Integers)sum);
         return (Register)multiply_add_bytes((Bits)a, (Bits)b, (Integers)sum);
     });
-    return rounds * OPERATIONS / (KEPT_WIDE ? 2 : 1);
+    return rounds * OPERATIONS / (BYTES_WIDE ? 2 : 1);
 }
 
 #ifdef TILES
@@ -153,10 +150,8 @@ extern "C" {
 // Which instructions the decoder multiplies by. The string lives forever.
 const char* paceline_family() {
     if (has_tiles()) return EMULATED_TILES ? "AMX, emulated" : "AMX";
-#if defined(__AVX512BF16__)
-    return "AVX512-BF16";
-#elif defined(__AVX512F__)
-    return "AVX512";
+#if defined(__AVX512F__)
+    return HALVES_WIDE ? "AVX512" : "AVX512-BF16";
 #elif defined(__AVX2__)
     return "AVX2";
 #else
@@ -185,7 +180,7 @@ uint32_t paceline_read(const char* data, int64_t bytes, int streams, int64_t ahe
 }
 
 // Multiply and add numbers of kind 0, float, 1, bfloat16, or 2, 8 bits, by the fastest instructions there are for them,
-// or for floats if there are none for bfloat16; 8 bits without VNNI as the decoder does it. Returns how many operations
+// or for floats if those are faster than what there is for bfloat16; 8 bits without VNNI as the decoder does it. Returns how many operations
 // that was, a product and its sum being two.
 int64_t paceline_multiply(int kind, int64_t rounds, int64_t num_threads) {
     int64_t operations = 0;

@@ -26,8 +26,8 @@ struct WideByte {
 
 // What meets weights T, and weights of 8 bits.
 template <class T>
-using Activation = std::conditional_t<std::is_same_v<T, bfloat16> && KEPT_WIDE, WideHalf, T>;
-using ByteActivation = std::conditional_t<KEPT_WIDE, WideByte, int8_t>;
+using Activation = std::conditional_t<std::is_same_v<T, bfloat16> && HALVES_WIDE, WideHalf, T>;
+using ByteActivation = std::conditional_t<BYTES_WIDE, WideByte, int8_t>;
 
 template <class T>
 constexpr int PAIR = 4 / sizeof(T);  // elements of 4 bytes

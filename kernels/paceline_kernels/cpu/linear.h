@@ -8,6 +8,7 @@
 
 #include "amx.h"
 #include "factors.h"
+#include "fetch.h"
 #include "team.h"
 
 namespace {
@@ -118,7 +119,9 @@ constexpr int columns_at_once(int rows) {
     return columns;
 }
 
-constexpr int64_t AHEAD = 1024;  // bytes from what is multiplied to what is fetched, if it is not the next tile
+// Bytes from what is multiplied to what is fetched, if it is not the next tile.
+constexpr int64_t AHEAD = INTEL ? STRETCH : 1024;
+constexpr int CACHE = INTEL ? 2 : 3;  // where it goes to: to the second one, or the first
 
 // Lines of the next tile that are fetched for every eight lines of weights; or else, with NEAR, what comes AHEAD of them,
 // or with NOTHING, nothing, and with ONCE, neither: then caches need not keep the weights either.
@@ -135,13 +138,15 @@ inline const char* fetch(const void* weights, const char* next, int index) {
     if constexpr (LINES == NOTHING || LINES == ONCE) {
         return next;
     } else if constexpr (LINES == NEAR) {
-        __builtin_prefetch((const char*)weights + AHEAD);
-        __builtin_prefetch((const char*)weights + AHEAD + 64);
+        const char* const near = in_turn((const char*)weights + AHEAD);
+        __builtin_prefetch(near, 0, CACHE);
+        __builtin_prefetch(near + NEXT_LINE, 0, CACHE);
         return next;
     } else {
-        const int end = (index + 1) * LINES / 4;
-        for (int line = index * LINES / 4; line < end; ++line, next += 64) __builtin_prefetch(next, 0, 2);
-        return next;
+        const int count = (index + 1) * LINES / 4 - index * LINES / 4;
+        const char* const some = in_turn(next);
+        for (int line = 0; line < count; ++line) __builtin_prefetch(some + line * NEXT_LINE, 0, 2);
+        return next + 64 * count;
     }
 }
 
@@ -410,7 +415,7 @@ template <class Element>
 int64_t inputs_at_once(int64_t rows, int64_t inputs, bool many) {
     if (by_tiles<Element>()) return many ? NEAREST / sizeof(Element) : inputs;
     const bool again = rows > ROWS_AT_ONCE || columns_at_once((int)rows) < COLUMNS;
-    return KEPT_WIDE && again ? WALKED / (TILE * (int64_t)sizeof(Element)) : inputs;
+    return HALVES_WIDE && again ? WALKED / (TILE * (int64_t)sizeof(Element)) : inputs;
 }
 
 // The sums of `count` rows and a bundle, a tile of each of MATRICES matrices, go to whoever uses them.
@@ -427,10 +432,10 @@ inline void use_bundle(const Weights& weights, int64_t bundle, int64_t row, int6
 
 // ---- Few rows ----
 
-// So many rows meet a tile faster than it comes. Nothing counts then but how memory is read, and CPUs do that best by
-// themselves, far along one stretch: instructions that fetch only hold them up.
+// So many rows meet a tile about as fast as it comes. What counts then is how memory is read, far along one stretch. CPUs
+// do that best by themselves: instructions that fetch only hold them up. Those of Intel do it best if they are told.
 #if defined(__AVX512F__)
-constexpr int FEW_ROWS = 8;
+constexpr int FEW_ROWS = INTEL ? ROWS_AT_ONCE : 8;
 #else
 constexpr int FEW_ROWS = 2;
 #endif
@@ -454,8 +459,8 @@ void linear_few(Team& team, const typename Weights::Input& x, const Weights& wei
     using Input = typename Weights::Input;
     using Element = typename Weights::Element;
     constexpr auto COUNTS = std::make_integer_sequence<int, FEW_ROWS>();
-    static constexpr auto keeping = multiply_by_rows<Input, Element, NOTHING>(COUNTS);
-    static constexpr auto streamed = multiply_by_rows<Input, Element, ONCE>(COUNTS);
+    static constexpr auto keeping = multiply_by_rows<Input, Element, INTEL ? NEAR : NOTHING>(COUNTS);
+    static constexpr auto streamed = multiply_by_rows<Input, Element, INTEL ? NEAR : ONCE>(COUNTS);
     const bool once = weights.streamed && rows * (int64_t)sizeof(Element) < LEAST_KEPT;
     const auto& by_rows = once ? streamed : keeping;
     const Span span = {0, Weights::padded(weights.inputs)};

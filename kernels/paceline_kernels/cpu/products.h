@@ -9,32 +9,31 @@ namespace {
 // To the nearest integer, of magnitude below 2^22: adding 1.5 * 2^23 leaves it in the low bits.
 inline Ints rounded(Floats x) { return (Ints)(x + 0x1.8p23f) - 0x4b400000; }
 
-// Rows of x in 8 bits. Shared by the team.
+// Rows of x in 8 bits. Shared by the team, group by group, since there may be but one row.
 template <class T>
 void quantize(Team& team, const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
-    team.share(rows, [&](int64_t row) {
-        for (int64_t group = 0; group < to.groups(); ++group) {
-            const int64_t begin = group * GROUP;
-            Floats part[GROUP / LANES] = {};
-            Floats largest = {}, poison = {};
-            for (int64_t i = 0; i < GROUP && begin + i < x.size; i += LANES) {
-                const Floats some = load(x.at(row, begin + i)), magnitude = (Floats)((Words)some & 0x7fffffffu);
-                largest = larger(magnitude, largest);
-                poison += some * 0.0f;
-                part[i / LANES] = some;
-            }
-            // What is not finite has no place among integers: its scale says so.
-            const float scale = any(poison != 0.0f) ? NAN : maximum(largest) / 127;
-            const Floats inverse = all(scale > 0 ? 1 / scale : 0);
-            Ints sum = {};
-            for (int64_t i = 0; i < GROUP; i += LANES) {
-                const Ints nearest = rounded(part[i / LANES] * inverse);
-                store(to.values.at(row, begin + i), nearest);
-                sum += nearest;
-            }
-            to.scales[to.index(row, group)] = scale;
-            to.corrections[to.index(row, group)] = -OFFSET * total(sum);
+    const int64_t groups = to.groups();
+    team.share(rows * groups, [&](int64_t item) {
+        const int64_t row = item / groups, group = item % groups, begin = group * GROUP;
+        Floats part[GROUP / LANES] = {};
+        Floats largest = {}, poison = {};
+        for (int64_t i = 0; i < GROUP && begin + i < x.size; i += LANES) {
+            const Floats some = load(x.at(row, begin + i)), magnitude = (Floats)((Words)some & 0x7fffffffu);
+            largest = larger(magnitude, largest);
+            poison += some * 0.0f;
+            part[i / LANES] = some;
         }
+        // What is not finite has no place among integers: its scale says so.
+        const float scale = any(poison != 0.0f) ? NAN : maximum(largest) / 127;
+        const Floats inverse = all(scale > 0 ? 1 / scale : 0);
+        Ints sum = {};
+        for (int64_t i = 0; i < GROUP; i += LANES) {
+            const Ints nearest = rounded(part[i / LANES] * inverse);
+            store(to.values.at(row, begin + i), nearest);
+            sum += nearest;
+        }
+        to.scales[to.index(row, group)] = scale;
+        to.corrections[to.index(row, group)] = -OFFSET * total(sum);
     });
 }
 

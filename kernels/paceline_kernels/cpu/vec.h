@@ -13,6 +13,10 @@
 #include <immintrin.h>
 #endif
 
+#if !defined(INTEL)
+#define INTEL 0  // whether the CPU is one of Intel's: what instructions it has does not tell how it does them
+#endif
+
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));  // as a mask: 0 or -1 in each lane
 typedef uint32_t Words __attribute__((vector_size(64)));
@@ -172,8 +176,14 @@ constexpr int REGISTER_BYTES = 16;
 #endif
 constexpr int REGISTER_LANES = REGISTER_BYTES / sizeof(float);
 // Whether what is narrow has to be widened before it is multiplied. Then weights are, for some rows at a time; and rows,
-// for which it would be done far more often, are kept wide.
-constexpr bool KEPT_WIDE = REGISTER_BYTES < 64 && !EMULATED_TILES;
+// for which it would be done far more often, are kept wide. Cores of Intel's could multiply pairs of bfloat16 as they are,
+// but do products of floats at twice the rate.
+constexpr bool BYTES_WIDE = REGISTER_BYTES < 64 && !EMULATED_TILES;
+#if defined(TILES) || (defined(__AVX512BF16__) && !INTEL)
+constexpr bool HALVES_WIDE = false;
+#else
+constexpr bool HALVES_WIDE = true;
+#endif
 typedef float Register __attribute__((vector_size(REGISTER_BYTES)));
 typedef int32_t Integers __attribute__((vector_size(REGISTER_BYTES)));
 typedef uint32_t Bits __attribute__((vector_size(REGISTER_BYTES)));
