@@ -26,7 +26,7 @@ TARGETS: dict[str, set[str]] = {
     "x86-64": set(),
     "x86-64 -DEMULATED_TILES=1": set(),  # how a matrix unit is fed
     "haswell": AVX2,
-    "skylake-avx512 -DINTEL=1": AVX512,
+    "skylake-avx512 -DINTEL=1": AVX512,  # whose products of bfloat16 are those of any CPU of Intel without a matrix unit
     "cooperlake": AVX512 | {"avx512_bf16", "avx512_vnni"},
 }
 
