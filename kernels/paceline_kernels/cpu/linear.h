@@ -459,10 +459,10 @@ void linear_few(Team& team, const typename Weights::Input& x, const Weights& wei
     using Input = typename Weights::Input;
     using Element = typename Weights::Element;
     constexpr auto COUNTS = std::make_integer_sequence<int, FEW_ROWS>();
-    static constexpr auto keeping = multiply_by_rows<Input, Element, INTEL ? NEAR : NOTHING>(COUNTS);
+    static constexpr auto cached = multiply_by_rows<Input, Element, NOTHING>(COUNTS);
     static constexpr auto streamed = multiply_by_rows<Input, Element, INTEL ? NEAR : ONCE>(COUNTS);
-    const bool once = weights.streamed && rows * (int64_t)sizeof(Element) < LEAST_KEPT;
-    const auto& by_rows = once ? streamed : keeping;
+    const bool past_caches = INTEL || rows * (int64_t)sizeof(Element) < LEAST_KEPT;
+    const auto& by_rows = weights.streamed && past_caches ? streamed : cached;
     const Span span = {0, Weights::padded(weights.inputs)};
     thread_local Sums sums[MATRICES];
     const auto compute = [&](int64_t bundle) {
