@@ -94,7 +94,7 @@ inline void store_weights(T* to, Floats x) {
 class Ahead {
 public:
     void add(const void* begin, int64_t bytes) {
-        const Span span = {(const char*)begin, (const char*)begin + bytes};
+        const Span span = {(const char*)begin, (const char*)begin, (const char*)begin + bytes};
         if (count_ > 0 && spans_[count_ - 1].end == span.begin) {
             spans_[count_ - 1].end = span.end;
         } else {
@@ -116,14 +116,18 @@ public:
     inline void fetch() {
         if (next_ == count_) return;
         Span& span = spans_[next_];
-        const char* const some = in_turn(span.begin);
+        // Lines of a stretch that is not whole would change place with somebody else's.
+        const char* const stretch = span.begin - (uintptr_t)span.begin % STRETCH;
+        const bool whole = INTEL && stretch >= span.first && span.end - stretch >= STRETCH;
+        [[maybe_unused]] const char* const some = whole ? in_turn(span.begin) : span.begin;
+        [[maybe_unused]] const int64_t apart = whole ? NEXT_LINE : 64;
 #pragma GCC unroll 8
         for (int line = 0; line < LINES; ++line) {
             // The compiler leaves out functions that do nothing but __builtin_prefetch.
 #if defined(TILES)
             asm volatile("prefetcht1 %0" ::"m"(span.begin[64 * line]));
 #elif defined(__x86_64__)
-            asm volatile("prefetcht2 %0" ::"m"(some[NEXT_LINE * line]));
+            asm volatile("prefetcht2 %0" ::"m"(some[apart * line]));
 #else
             __builtin_prefetch(span.begin + 64 * line, 0, 1);
 #endif
@@ -135,7 +139,7 @@ public:
 private:
     static constexpr int FEW = 4;  // lines between products of vectors; 2 are slower
     struct Span {
-        const char *begin, *end;
+        const char *first, *begin, *end;  // begin moves on
     };
     Span spans_[CHUNK * MOST_HEADS];
     int count_ = 0, next_ = 0;

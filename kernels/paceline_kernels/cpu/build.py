@@ -136,7 +136,7 @@ def build(name: str, march: str) -> Path:
     """
     compiler = find_compiler()
     source = SOURCES / f"{name}.cpp"
-    flags = (*FLAGS, *shlex.split(f"-march={march}"), *(_make() if march == "native" else ()))
+    flags = (*FLAGS, *shlex.split(f"-march={march}"), *_vendor_flags(march))
     texts = [path.read_bytes() for path in (source, *sorted(SOURCES.glob("*.h")))]
     identity = "\0".join((*compiler, *flags, torch.__version__, _cpu())).encode()
     digest = hashlib.sha256(b"\0".join([identity, *texts])).hexdigest()[:16]
@@ -248,15 +248,16 @@ def _cpu() -> str:
     return _cpu_lines("model name", "flags") or platform.processor() or platform.machine()
 
 
-def _make() -> list[str]:
-    """What the source asks of a CPU and its instructions do not tell: by whom it is."""
-    return ["-DINTEL=1"] if "GenuineIntel" in _cpu_lines("vendor_id") else []
+def _vendor_flags(march: str) -> list[str]:
+    """What the source asks of this machine's CPU and its instructions do not tell: by whom it is."""
+    own = shlex.split(march)[:1] == ["native"]
+    return ["-DINTEL=1"] if own and "GenuineIntel" in _cpu_lines("vendor_id") else []
 
 
 def _cpu_lines(*fields: str) -> str:
     """Of the first core, as the system tells them; empty where it does not."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         return ""
-    return "\n".join(next((line for line in lines if line.startswith(field)), "") for field in fields)
+    return "\n".join(line for field in fields for line in lines if line.startswith(field))

@@ -180,8 +180,8 @@ uint32_t paceline_read(const char* data, int64_t bytes, int streams, int64_t ahe
 }
 
 // Multiply and add numbers of kind 0, float, 1, bfloat16, or 2, 8 bits, by the fastest instructions there are for them,
-// or for floats if those are faster than what there is for bfloat16; 8 bits without VNNI as the decoder does it. Returns how many operations
-// that was, a product and its sum being two.
+// which for bfloat16 may be those for floats; 8 bits without VNNI as the decoder does it. Returns how many operations that
+// was, a product and its sum being two.
 int64_t paceline_multiply(int kind, int64_t rounds, int64_t num_threads) {
     int64_t operations = 0;
     uint32_t all = 0;

@@ -139,8 +139,8 @@ class Matrix:
         interleaved: two matrices of `outputs` outputs each, that take turns tile by tile: gate and up.
 
     Attributes:
-        streamed: whether a few rows read past the caches what will be gone from there before it is read again, so that
-            other things may stay. Products are the same.
+        streamed: whether it will be gone from every cache before it is read again. A few rows then read past the
+            caches, so that other things may stay, or, on CPUs of Intel, ask for what comes. Products are the same.
     """
 
     def __init__(
@@ -300,6 +300,7 @@ class Decoder:
         eps: float,
     ) -> None:
         # A draft model stays in the cache, as does what Python needs, if the weights of a large target pass it by.
+        # Where the cache is shared with neighbours, less stays than its size says.
         streamed = 0 < largest_cache() < sum(matrix.nbytes for matrix in weights.matrices)
         for matrix in weights.matrices:
             matrix.streamed = streamed

@@ -397,7 +397,7 @@ void multiply(const Input& x, const Element* tile, Span span, int64_t row, int64
 constexpr int64_t CACHED = 1 << 19;  // bytes of weights that stay in the second cache while all rows pass
 constexpr int64_t MOST_TILES = 8;    // of those weights, since their sums want room too
 constexpr int64_t NEAREST = 512;     // bytes of a row that stay in the first while those weights pass
-constexpr int64_t WALKED = 1 << 15;  // bytes of a tile that rows pass part by part, where they are kept wide
+constexpr int64_t WALKED = 1 << 15;  // bytes of a tile that rows pass part by part, where those of bfloat16 are kept wide
 
 template <class T>
 void scale(Sums&, int64_t, const Packed<T>&, int64_t) {}
@@ -435,13 +435,13 @@ inline void use_bundle(const Weights& weights, int64_t bundle, int64_t row, int6
 // So many rows meet a tile about as fast as it comes. What counts then is how memory is read, far along one stretch. CPUs
 // do that best by themselves: instructions that fetch only hold them up. Those of Intel do it best if they are told.
 #if defined(__AVX512F__)
-constexpr int FEW_ROWS = INTEL ? ROWS_AT_ONCE : 8;
+constexpr int FEW_ROWS = 8, FEW_STREAMED = INTEL ? ROWS_AT_ONCE : FEW_ROWS;  // of weights that no cache holds
 #else
-constexpr int FEW_ROWS = 2;
+constexpr int FEW_ROWS = 2, FEW_STREAMED = FEW_ROWS;
 #endif
 
-// Weights that pass the caches by share the first one with activations; from so many bytes of these on, an element of
-// each row, loads like others are faster.
+// Weights that pass the caches by (but on Intel's) share the first one with activations; from so many bytes of these on, an
+// element of each row, loads like others are faster.
 constexpr int64_t LEAST_KEPT = 10;
 
 constexpr int64_t SMALL = 1 << 22;  // bytes of weights that are read before it pays to hand some to another thread
@@ -458,11 +458,11 @@ void linear_few(Team& team, const typename Weights::Input& x, const Weights& wei
                 const Use& use) {
     using Input = typename Weights::Input;
     using Element = typename Weights::Element;
-    constexpr auto COUNTS = std::make_integer_sequence<int, FEW_ROWS>();
+    constexpr auto COUNTS = std::make_integer_sequence<int, FEW_STREAMED>();
     static constexpr auto cached = multiply_by_rows<Input, Element, NOTHING>(COUNTS);
     static constexpr auto streamed = multiply_by_rows<Input, Element, INTEL ? NEAR : ONCE>(COUNTS);
-    const bool past_caches = INTEL || rows * (int64_t)sizeof(Element) < LEAST_KEPT;
-    const auto& by_rows = weights.streamed && past_caches ? streamed : cached;
+    const bool pays = INTEL || rows * (int64_t)sizeof(Element) < LEAST_KEPT;
+    const auto& by_rows = weights.streamed && pays ? streamed : cached;
     const Span span = {0, Weights::padded(weights.inputs)};
     thread_local Sums sums[MATRICES];
     const auto compute = [&](int64_t bundle) {
@@ -493,7 +493,8 @@ void linear(Team& team, const typename Weights::Input& x, const Weights& weights
     if (rows == 0) return;  // a step may sample nothing
     const int64_t inputs = Weights::padded(weights.inputs), tile_bytes = inputs * TILE * sizeof(Element);
     const int64_t bundles = ceil_div(weights.outputs, TILE * MATRICES);
-    if (rows <= FEW_ROWS && !by_tiles<Element>()) return linear_few<MATRICES>(team, x, weights, rows, bundles, use);
+    const int64_t few = weights.streamed ? FEW_STREAMED : FEW_ROWS;
+    if (rows <= few && !by_tiles<Element>()) return linear_few<MATRICES>(team, x, weights, rows, bundles, use);
     const bool many = !few_blocks(rows);
     const int64_t rows_at_once = !by_tiles<Element>() ? tile_height<Element>(rows) : many ? 2 * LANES : MOST_ROWS;
     // Rows that do not fit beside the weights anyway are read less often by more weights at a time.

@@ -12,9 +12,8 @@ inline Ints rounded(Floats x) { return (Ints)(x + 0x1.8p23f) - 0x4b400000; }
 // Rows of x in 8 bits. Shared by the team, group by group, since there may be but one row.
 template <class T>
 void quantize(Team& team, const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
-    const int64_t groups = to.groups();
-    team.share(rows * groups, [&](int64_t item) {
-        const int64_t row = item / groups, group = item % groups, begin = group * GROUP;
+    team.share(rows * to.groups(), [&](int64_t item) {
+        const int64_t row = item % rows, group = item / rows, begin = group * GROUP;
         Floats part[GROUP / LANES] = {};
         Floats largest = {}, poison = {};
         for (int64_t i = 0; i < GROUP && begin + i < x.size; i += LANES) {

@@ -177,7 +177,7 @@ constexpr int REGISTER_BYTES = 16;
 constexpr int REGISTER_LANES = REGISTER_BYTES / sizeof(float);
 // Whether what is narrow has to be widened before it is multiplied. Then weights are, for some rows at a time; and rows,
 // for which it would be done far more often, are kept wide. Cores of Intel's could multiply pairs of bfloat16 as they are,
-// but do products of floats at twice the rate.
+// but do products of floats at twice the rate. What may go through a matrix unit stays as it is.
 constexpr bool BYTES_WIDE = REGISTER_BYTES < 64 && !EMULATED_TILES;
 #if defined(TILES) || (defined(__AVX512BF16__) && !INTEL)
 constexpr bool HALVES_WIDE = false;
