@@ -256,8 +256,13 @@ def _vendor_flags(march: str) -> list[str]:
 
 def _cpu_lines(*fields: str) -> str:
     """Of the first core, as the system tells them; empty where it does not."""
+    return "\n".join(line for field in fields for line in _first_core() if line.startswith(field))
+
+
+@functools.cache
+def _first_core() -> list[str]:
+    """Once in a process: a system of hundreds of cores takes its time to tell of them."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        return Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
-        return ""
-    return "\n".join(line for field in fields for line in lines if line.startswith(field))
+        return []
