@@ -234,36 +234,69 @@ void multiply_rows(const Input& x, const Element* tile, Span span, int64_t row, 
     }
 }
 
-// By the number of rows. Sums are [MOST_ROWS][TILE].
-template <class Input, class Element, int LINES, int... COUNT>
-constexpr auto multiply_by_rows(std::integer_sequence<int, COUNT...>) {
+// By the number of rows, from FIRST to LAST. Sums are [MOST_ROWS][TILE].
+template <class Input, class Element, int LINES, int FIRST, int LAST>
+class ByRows {
+public:
     using Multiply = void (*)(const Input&, const Element*, Span, int64_t, float*, const char*);
-    return std::array<Multiply, sizeof...(COUNT)>{multiply_rows<COUNT + 1, LINES>...};
+
+    static Multiply of(int64_t rows) { return all_[rows - FIRST]; }
+
+private:
+    template <int... COUNT>
+    static constexpr auto each(std::integer_sequence<int, COUNT...>) {
+        return std::array<Multiply, sizeof...(COUNT)>{multiply_rows<FIRST + COUNT, LINES>...};
+    }
+    static constexpr auto all_ = each(std::make_integer_sequence<int, LAST - FIRST + 1>());
+};
+
+// So many rows meet a tile about as fast as it comes (`linear_few`).
+#if defined(__AVX512F__)
+constexpr int FEW_ROWS = 8;
+#else
+constexpr int FEW_ROWS = 2;
+#endif
+
+// In how many parts so many rows meet a tile, and how often each of these walks along it; and in how many shares the next
+// tile is fetched meanwhile: 1, 2 or 4.
+constexpr int64_t parts_of(int64_t rows) { return (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE; }
+constexpr int64_t walks_of(int64_t rows) {
+    const int64_t parts = parts_of(rows);
+    return COLUMNS / columns_at_once((int)((rows + parts - 1) / parts));
+}
+constexpr int64_t shares_of(int64_t rows) {
+    const int64_t walks = parts_of(rows) * walks_of(rows);
+    return walks >= 4 ? 4 : walks >= 2 ? 2 : 1;
 }
 
-// The rows in parts of about equal size. `next`, which may be null, is fetched in equal shares by the first of those times
-// that the tile is walked along.
+// Of what is fetched in so many shares, the fewest rows of a part.
+constexpr int fewest_rows(int64_t shares) {
+    int64_t rows = FEW_ROWS + 1;
+    while (rows < MOST_ROWS && shares_of(rows) != shares) ++rows;
+    return (int)(rows / parts_of(rows));
+}
+
+template <class Input, class Element, int SHARES>
+using Fetching = ByRows<Input, Element, ALL_LINES / SHARES, fewest_rows(SHARES), ROWS_AT_ONCE>;
+
+// The rows in parts of about equal size. `next`, which may be null and is if rows are few, is fetched in equal shares by the
+// first of those times that the tile is walked along.
 template <class Input, class Element>
 void multiply_vectors(const Input& x, const Element* tile, Span span, int64_t row, int64_t count, Sums& sums,
                       const Element* next) {
-    constexpr auto COUNTS = std::make_integer_sequence<int, ROWS_AT_ONCE>();
-    static constexpr auto near = multiply_by_rows<Input, Element, NEAR>(COUNTS);
-    static constexpr std::array<decltype(near), 3> fetching = {
-        multiply_by_rows<Input, Element, ALL_LINES>(COUNTS),
-        multiply_by_rows<Input, Element, ALL_LINES / 2>(COUNTS),
-        multiply_by_rows<Input, Element, ALL_LINES / 4>(COUNTS),
-    };
+    const int64_t parts = parts_of(count), walks = walks_of(count), shares = shares_of(count);
     const Element* const begin = tile + span.begin * TILE;
-    const int64_t parts = ceil_div(count, ROWS_AT_ONCE);
-    const int64_t walks = COLUMNS / columns_at_once((int)ceil_div(count, parts));  // of a part
-    const int halvings = parts * walks >= 4 ? 2 : parts * walks >= 2 ? 1 : 0;       // of the share of a walk
-    const int64_t sharing = next == nullptr ? 0 : (1 << halvings) / walks;
+    // Of all parts, those that fetch: a share in each of their walks.
+    const int64_t fetching = next == nullptr ? 0 : shares / walks;
     for (int64_t part = 0; part < parts; ++part) {
-        const int64_t first = part * count / parts, last = (part + 1) * count / parts;
-        const bool fetches = part < sharing;
-        const Element* const fetched = fetches ? next + part * (span.end - span.begin) * TILE / sharing : begin;
-        const auto& by_rows = fetches ? fetching[halvings] : near;
-        by_rows[last - first - 1](x, begin, span, row + first, sums.at[first], (const char*)fetched);
+        const int64_t first = part * count / parts, rows = (part + 1) * count / parts - first;
+        const bool fetches = part < fetching;
+        const Element* const fetched = fetches ? next + part * (span.end - span.begin) * TILE / fetching : begin;
+        const auto multiply = !fetches      ? ByRows<Input, Element, NEAR, 1, ROWS_AT_ONCE>::of(rows)
+                              : shares == 4 ? Fetching<Input, Element, 4>::of(rows)
+                              : shares == 2 ? Fetching<Input, Element, 2>::of(rows)
+                                            : Fetching<Input, Element, 1>::of(rows);
+        multiply(x, begin, span, row + first, sums.at[first], (const char*)fetched);
     }
 }
 
@@ -432,13 +465,10 @@ inline void use_bundle(const Weights& weights, int64_t bundle, int64_t row, int6
 
 // ---- Few rows ----
 
-// So many rows meet a tile about as fast as it comes. What counts then is how memory is read, far along one stretch. CPUs
-// do that best by themselves: instructions that fetch only hold them up. Those of Intel do it best if they are told.
-#if defined(__AVX512F__)
-constexpr int FEW_ROWS = 8, FEW_STREAMED = INTEL ? ROWS_AT_ONCE : FEW_ROWS;  // of weights that no cache holds
-#else
-constexpr int FEW_ROWS = 2, FEW_STREAMED = FEW_ROWS;
-#endif
+// Rows are few if they meet a tile about as fast as it comes. What counts then is how memory is read, far along one stretch.
+// CPUs do that best by themselves: instructions that fetch only hold them up. Those of Intel do it best if they are told,
+// and of weights that no cache holds, more rows are few to them.
+constexpr int FEW_STREAMED = INTEL && FEW_ROWS > 2 ? ROWS_AT_ONCE : FEW_ROWS;
 
 // Weights that pass the caches by (but on Intel's) share the first one with activations; from so many bytes of these on, an
 // element of each row, loads like others are faster.
@@ -458,16 +488,14 @@ void linear_few(Team& team, const typename Weights::Input& x, const Weights& wei
                 const Use& use) {
     using Input = typename Weights::Input;
     using Element = typename Weights::Element;
-    constexpr auto COUNTS = std::make_integer_sequence<int, FEW_STREAMED>();
-    static constexpr auto cached = multiply_by_rows<Input, Element, NOTHING>(COUNTS);
-    static constexpr auto streamed = multiply_by_rows<Input, Element, INTEL ? NEAR : ONCE>(COUNTS);
     const bool pays = INTEL || rows * (int64_t)sizeof(Element) < LEAST_KEPT;
-    const auto& by_rows = weights.streamed && pays ? streamed : cached;
+    const auto multiply = weights.streamed && pays ? ByRows<Input, Element, INTEL ? NEAR : ONCE, 1, FEW_STREAMED>::of(rows)
+                                                   : ByRows<Input, Element, NOTHING, 1, FEW_ROWS>::of(rows);
     const Span span = {0, Weights::padded(weights.inputs)};
     thread_local Sums sums[MATRICES];
     const auto compute = [&](int64_t bundle) {
         for (int i = 0; i < MATRICES; ++i) {
-            by_rows[rows - 1](x, weights.tile(bundle * MATRICES + i), span, 0, sums[i].at[0], nullptr);
+            multiply(x, weights.tile(bundle * MATRICES + i), span, 0, sums[i].at[0], nullptr);
         }
         use_bundle<MATRICES>(weights, bundle, 0, rows, sums, use);
     };
