@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.whole_file import whole_file
 from paceline_kernels.cpu.build import cache_folder
+from paceline_kernels.cpu.identity import cpu_name
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def key_of(
         "backend": backend,
         "threads": threads,
         "device": device,
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         # Not the number of blocks, which follows what memory is free.
         "limits": [
@@ -145,11 +145,3 @@ def _checkpoint(folder: Path) -> list[Any]:
     config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     files = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
     return [config, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files]]
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line for line in lines if line.startswith("model name")), platform.processor())

@@ -49,7 +49,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("paceline.core.config", "paceline.settings", "paceline.device"),
         *("paceline.models", "paceline.runner", "paceline_kernels.cpu.memory"),
     ),
-    "paceline.cost_cache": ("paceline.core", "paceline.whole_file", "paceline_kernels.cpu.build"),
+    "paceline.cost_cache": (
+        *("paceline.core", "paceline.whole_file"),
+        *("paceline_kernels.cpu.build", "paceline_kernels.cpu.identity"),
+    ),
     "paceline.server": (
         *("paceline.engine", "paceline.core", "paceline.config_file", "paceline.garbage", "paceline.headers"),
         "paceline.v1",

@@ -20,7 +20,7 @@ from paceline.cli import app
 from paceline.device import Gpu
 from paceline.doctor import facts, rates, report
 from paceline.errors import PacelineError
-from paceline_kernels.cpu import build, ceilings, decoder
+from paceline_kernels.cpu import build, ceilings, decoder, identity
 from support.native import needs_compiler
 
 NAMES = ["CPU", "cores", "instructions", "large pages", "compiler", "compiled code", "torch", "OpenMP", "backend"]
@@ -160,7 +160,8 @@ def test_advice_where_something_is_missing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "file" / "below"))
     assert "cannot be written" in facts._cache().value
     assert build.CACHE_VARIABLE in str(facts._cache().advice)
-    monkeypatch.setattr(facts, "_cpu_info", lambda: {"model name": "Old", "flags": "sse2 fma"})
+    (tmp_path / "cpuinfo").write_text("model name : Old\nflags : sse2 fma\n")
+    monkeypatch.setattr(identity, "CPU_INFO", tmp_path / "cpuinfo")
     machine = {fact.name: fact for fact in facts._machine()}
     assert machine["CPU"].value == "Old"
     assert machine["instructions"].value == "fma"

@@ -176,7 +176,7 @@ def test_checkpoints_are_in_the_key(model: Path, tmp_path: Path) -> None:
     assert len(set(keys)) == 5
 
 
-@pytest.mark.parametrize(("name", "value"), [("__version__", "99"), ("FORMAT", 99), ("_cpu", lambda: "another")])
+@pytest.mark.parametrize(("name", "value"), [("__version__", "99"), ("FORMAT", 99), ("cpu_name", lambda: "another")])
 def test_machine_and_version_are_in_the_key(
     model: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_kernels.cpu import build, sampling
+from paceline_kernels.cpu import build, identity, sampling
 from support.native import needs_compiler
 
 SOURCE = '#include "toy.h"\nextern "C" int answer() { return ANSWER; }\n'
@@ -194,11 +194,12 @@ def test_each_march_has_its_library(sources: Path, cache: Path, monkeypatch: pyt
 @needs_compiler
 @pytest.mark.parametrize(("vendor", "expected"), [("GenuineIntel", 1), ("AuthenticAMD", 0), ("", 0)])
 def test_the_source_is_told_whose_this_cpu_is(
-    vendor: str, expected: int, sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    vendor: str, expected: int, sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not whose another one is."""
     (sources / "toy.h").write_text("#ifndef INTEL\n#define INTEL 0\n#endif\n#define ANSWER INTEL\n")
-    monkeypatch.setattr(build, "_cpu_lines", lambda *fields: f"vendor_id: {vendor}" if "vendor_id" in fields else "")
+    (cpu_info := tmp_path / "cpuinfo").write_text(f"processor : 0\nvendor_id\t: {vendor}\n\nprocessor : 1\n")
+    monkeypatch.setattr(identity, "CPU_INFO", cpu_info)
     monkeypatch.delenv(build.MARCH_VARIABLE, raising=False)
     assert load("toy").answer() == expected
     monkeypatch.setenv(build.MARCH_VARIABLE, "x86-64")

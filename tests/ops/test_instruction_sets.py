@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline_kernels.cpu import build
+from paceline_kernels.cpu.identity import cpu_flags
 from support.native import needs_compiler
 
 TESTS = Path(__file__).parents[1]
@@ -38,15 +39,6 @@ pytestmark = [
 ]
 
 
-def features() -> set[str]:
-    """Of this CPU, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
-
-
 def run(target: str) -> subprocess.CompletedProcess[str]:
     """The chosen tests, compiled for a target, with one thread."""
     environment = os.environ | {build.MARCH_VARIABLE: target, "OMP_NUM_THREADS": "1"}
@@ -61,12 +53,12 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess
     selected = {item.name for item in request.session.items}
     targets = [target for target in TARGETS if f"{test_another_instruction_set.__name__}[{target}]" in selected]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {target: pool.submit(run, target) for target in targets if TARGETS[target] <= features()}
+        yield {target: pool.submit(run, target) for target in targets if TARGETS[target] <= cpu_flags()}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_another_instruction_set(target: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
-    if missing := TARGETS[target] - features():
+    if missing := TARGETS[target] - cpu_flags():
         pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
     done = runs[target].result()
     assert done.returncode == 0, done.stdout[-5000:]

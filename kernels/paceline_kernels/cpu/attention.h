@@ -118,7 +118,7 @@ public:
         Span& span = spans_[next_];
         // Lines of a stretch that is not whole would change place with somebody else's.
         const char* const stretch = span.begin - (uintptr_t)span.begin % STRETCH;
-        const bool whole = INTEL && stretch >= span.first && span.end - stretch >= STRETCH;
+        const bool whole = IN_TURN && stretch >= span.first && span.end - stretch >= STRETCH;
         [[maybe_unused]] const char* const some = whole ? in_turn(span.begin) : span.begin;
         [[maybe_unused]] const int64_t apart = whole ? NEXT_LINE : 64;
 #pragma GCC unroll 8

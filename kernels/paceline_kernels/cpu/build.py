@@ -16,7 +16,6 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import shlex
 import shutil
 import struct
@@ -27,6 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+from paceline_kernels.cpu.identity import cpu_flags, cpu_info, cpu_name
 
 logger = logging.getLogger(__name__)
 
@@ -245,24 +246,10 @@ def _writable(cache: Path | None) -> Path:
 
 def _cpu() -> str:
     """What -march=native depends on."""
-    return _cpu_lines("model name", "flags") or platform.processor() or platform.machine()
+    return f"{cpu_name()} {' '.join(sorted(cpu_flags()))}"
 
 
 def _vendor_flags(march: str) -> list[str]:
     """What the source asks of this machine's CPU and its instructions do not tell: by whom it is."""
     own = shlex.split(march)[:1] == ["native"]
-    return ["-DINTEL=1"] if own and "GenuineIntel" in _cpu_lines("vendor_id") else []
-
-
-def _cpu_lines(*fields: str) -> str:
-    """Of the first core, as the system tells them; empty where it does not."""
-    return "\n".join(line for field in fields for line in _first_core() if line.startswith(field))
-
-
-@functools.cache
-def _first_core() -> list[str]:
-    """Once in a process: a system of hundreds of cores takes its time to tell of them."""
-    try:
-        return Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return []
+    return ["-DINTEL=1"] if own and cpu_info().get("vendor_id") == "GenuineIntel" else []

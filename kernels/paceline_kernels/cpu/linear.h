@@ -120,8 +120,8 @@ constexpr int columns_at_once(int rows) {
 }
 
 // Bytes from what is multiplied to what is fetched, if it is not the next tile.
-constexpr int64_t AHEAD = INTEL ? STRETCH : 1024;
-constexpr int CACHE = INTEL ? 2 : 3;  // where it goes to: to the second one, or the first
+constexpr int64_t AHEAD = IN_TURN ? STRETCH : 1024;
+constexpr int CACHE = IN_TURN ? 2 : 3;  // where it goes to: to the second one, or the first
 
 // Lines of the next tile that are fetched for every eight lines of weights; or else, with NEAR, what comes AHEAD of them,
 // or with NOTHING, nothing, and with ONCE, neither: then caches need not keep the weights either.
@@ -466,9 +466,9 @@ inline void use_bundle(const Weights& weights, int64_t bundle, int64_t row, int6
 // ---- Few rows ----
 
 // Rows are few if they meet a tile about as fast as it comes. What counts then is how memory is read, far along one stretch.
-// CPUs do that best by themselves: instructions that fetch only hold them up. Those of Intel do it best if they are told,
-// and of weights that no cache holds, more rows are few to them.
-constexpr int FEW_STREAMED = INTEL && FEW_ROWS > 2 ? ROWS_AT_ONCE : FEW_ROWS;
+// CPUs do that best by themselves: instructions that fetch only hold them up. Where lines are asked for in turn, it is done
+// best so, and more rows are few if no cache holds the weights.
+constexpr int FEW_STREAMED = IN_TURN && FEW_ROWS > 2 ? ROWS_AT_ONCE : FEW_ROWS;
 
 // Weights that pass the caches by (but on Intel's) share the first one with activations; from so many bytes of these on, an
 // element of each row, loads like others are faster.
@@ -488,8 +488,9 @@ void linear_few(Team& team, const typename Weights::Input& x, const Weights& wei
                 const Use& use) {
     using Input = typename Weights::Input;
     using Element = typename Weights::Element;
-    const bool pays = INTEL || rows * (int64_t)sizeof(Element) < LEAST_KEPT;
-    const auto multiply = weights.streamed && pays ? ByRows<Input, Element, INTEL ? NEAR : ONCE, 1, FEW_STREAMED>::of(rows)
+    constexpr int LINES = IN_TURN ? NEAR : ONCE;  // of weights that no cache holds
+    const bool pays = LINES == NEAR || rows * (int64_t)sizeof(Element) < LEAST_KEPT;
+    const auto multiply = weights.streamed && pays ? ByRows<Input, Element, LINES, 1, FEW_STREAMED>::of(rows)
                                                    : ByRows<Input, Element, NOTHING, 1, FEW_ROWS>::of(rows);
     const Span span = {0, Weights::padded(weights.inputs)};
     thread_local Sums sums[MATRICES];

@@ -15,7 +15,7 @@ import torch
 from paceline import compiled
 from paceline.cores import usable_cores
 from paceline.device import LEAST_CAPABILITY, Gpu, in_gib, triton_obstacle
-from paceline_kernels.cpu import build, ceilings, decoder, memory
+from paceline_kernels.cpu import build, ceilings, decoder, identity, memory
 
 # What the kernels look for, best first. Linux's names for them.
 INSTRUCTIONS = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "fma")
@@ -45,25 +45,15 @@ def find_facts(missing: str | None, gpu: Gpu | str) -> list[Fact]:
 
 
 def _machine() -> list[Fact]:
-    info = _cpu_info()
-    flags = set(info.get("flags", "").split())
+    flags = identity.cpu_flags()
     found = [name for name in INSTRUCTIONS if name in flags]
     slow = "without AVX2, products run several times slower than on CPUs of the last ten years"
     return [
-        Fact("CPU", info.get("model name", "unknown")),
+        Fact("CPU", identity.cpu_name() or "unknown"),
         _cores(),
         Fact("instructions", ", ".join(found) or "none of interest", None if "avx2" in found else slow),
         _large_pages(),
     ]
-
-
-def _cpu_info() -> dict[str, str]:
-    """Of the first core."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return {}
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _cores() -> Fact:
@@ -176,7 +166,7 @@ def _backend(missing: str | None, gpu: Gpu | str) -> list[Fact]:
         advice = "torch computes instead, several times slower; see what is said above about the compiler"
         return [Fact("backend", f"torch, because: {missing}", advice)]
     family = ceilings.family()
-    unused = "amx_bf16" in _cpu_info().get("flags", "").split() and family != "AMX"
+    unused = "amx_bf16" in identity.cpu_flags() and family != "AMX"
     advice = "this CPU has a matrix unit, which the compiler does not know or the kernel does not let processes use"
     return [
         Fact("backend", "native"),
