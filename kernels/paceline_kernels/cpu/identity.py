@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
 
 
-def cpu_info() -> dict[str, str]:
+def cpu_info() -> Mapping[str, str]:
     """What is told of the first core, by Linux's names for it, such as "vendor_id", "model name" and "flags"; empty
     where nothing is.
     """
-    return dict(_fields(CPU_INFO))
+    return _fields(CPU_INFO)
 
 
 def cpu_name() -> str:
     """For people, and to tell machines apart."""
-    return cpu_info().get("model name", "") or platform.processor() or platform.machine()
+    return cpu_info().get("model name") or platform.processor() or platform.machine()
 
 
 def cpu_flags() -> set[str]:
@@ -27,11 +28,10 @@ def cpu_flags() -> set[str]:
 
 
 @functools.cache
-def _fields(file: Path) -> tuple[tuple[str, str], ...]:
+def _fields(file: Path) -> Mapping[str, str]:
     """Once in a process: a system of hundreds of cores takes its time to tell of them."""
     try:
         lines = file.read_text().split("\n\n")[0].splitlines()
     except OSError:
-        return ()
-    pairs = (line.partition(":") for line in lines)
-    return tuple((name.strip(), value.strip()) for name, _, value in pairs)
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

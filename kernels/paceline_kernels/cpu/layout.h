@@ -34,8 +34,8 @@ constexpr int PAIR = 4 / sizeof(T);  // elements of 4 bytes
 template <class T>
 constexpr int PIECE = 64 / sizeof(T);  // elements of 64 bytes
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // ---- Elements ----
 

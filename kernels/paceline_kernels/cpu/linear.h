@@ -250,20 +250,19 @@ private:
     static constexpr auto all_ = each(std::make_integer_sequence<int, LAST - FIRST + 1>());
 };
 
-// So many rows meet a tile about as fast as it comes (`linear_few`).
+// So many rows meet a tile about as fast as it comes. What counts then is how memory is read, far along one stretch. CPUs
+// do that best by themselves: instructions that fetch only hold them up. Where lines are asked for in turn, it is done best
+// so, and more rows are few if no cache holds the weights.
 #if defined(__AVX512F__)
-constexpr int FEW_ROWS = 8;
+constexpr int FEW_ROWS = 8, FEW_STREAMED = IN_TURN ? ROWS_AT_ONCE : FEW_ROWS;
 #else
-constexpr int FEW_ROWS = 2;
+constexpr int FEW_ROWS = 2, FEW_STREAMED = FEW_ROWS;
 #endif
 
 // In how many parts so many rows meet a tile, and how often each of these walks along it; and in how many shares the next
 // tile is fetched meanwhile: 1, 2 or 4.
-constexpr int64_t parts_of(int64_t rows) { return (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE; }
-constexpr int64_t walks_of(int64_t rows) {
-    const int64_t parts = parts_of(rows);
-    return COLUMNS / columns_at_once((int)((rows + parts - 1) / parts));
-}
+constexpr int64_t parts_of(int64_t rows) { return ceil_div(rows, ROWS_AT_ONCE); }
+constexpr int64_t walks_of(int64_t rows) { return COLUMNS / columns_at_once((int)ceil_div(rows, parts_of(rows))); }
 constexpr int64_t shares_of(int64_t rows) {
     const int64_t walks = parts_of(rows) * walks_of(rows);
     return walks >= 4 ? 4 : walks >= 2 ? 2 : 1;
@@ -464,11 +463,6 @@ inline void use_bundle(const Weights& weights, int64_t bundle, int64_t row, int6
 }
 
 // ---- Few rows ----
-
-// Rows are few if they meet a tile about as fast as it comes. What counts then is how memory is read, far along one stretch.
-// CPUs do that best by themselves: instructions that fetch only hold them up. Where lines are asked for in turn, it is done
-// best so, and more rows are few if no cache holds the weights.
-constexpr int FEW_STREAMED = IN_TURN && FEW_ROWS > 2 ? ROWS_AT_ONCE : FEW_ROWS;
 
 // Weights that pass the caches by (but on Intel's) share the first one with activations; from so many bytes of these on, an
 // element of each row, loads like others are faster.
