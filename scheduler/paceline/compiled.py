@@ -83,6 +83,8 @@ namespace_packages = true
 [mypy-transformers.*,torch.*,tokenizers.*,numba.*]
 follow_imports = skip
 """
+# Calls go straight to where they lead, not by stubs: out of cold caches those were a seventh of the policy's time.
+DIRECT_CALLS: Final = ("-fno-plt", "-fno-semantic-interposition", "-fvisibility=hidden")
 
 
 class CompileError(Exception):
@@ -152,6 +154,8 @@ def _compile(folder: Path) -> None:
     try:
         paths = [f"paceline/{module}" for module in MODULES]
         extensions = mypycify([*flags, *paths], opt_level="2", target_dir=f"{folder}/c", group_name="paceline")
+        for extension in extensions:
+            extension.extra_compile_args += DIRECT_CALLS if sys.platform == "linux" else ()
         arguments = ["--quiet", "build_ext", f"--build-lib={folder}/lib", f"--build-temp={folder}/objects"]
         setup(name="paceline-compiled", packages=[], ext_modules=list[Any](extensions), script_args=arguments)
     finally:
