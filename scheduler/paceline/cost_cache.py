@@ -23,7 +23,7 @@ from paceline_kernels.cpu.identity import cpu_name
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4  # of the file and of what is measured
+FORMAT = 5  # of the file and of what is measured
 MOST_KEPT = 64  # files; a few kilobytes each
 
 

@@ -267,6 +267,16 @@ def test_no_step_is_long_that_can_be_done_without(monkeypatch: pytest.MonkeyPatc
     assert costs.target(2048, 0) == pytest.approx(target(2048), rel=0.1), "as a line goes on"
 
 
+def test_a_stair_before_the_last_measured_count_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "target", with_stairs(0.02, 2.6e-3, {257: 0.08}))
+    clock = VirtualClock()
+    runner = FormulaRunner(clock, setup=0.0)
+    config = replace(CONFIG, max_num_seqs=1, max_num_batched_tokens=2048)
+    costs = profile(runner, config, draft=False, seconds=16.0, clock=clock)
+    assert sorted(runner.num_steps)[-2:] == [193, 257]
+    assert costs.target(2048, 0) == pytest.approx(target(2048), rel=0.3), "a line from 193 is half as steep again"
+
+
 def test_without_a_draft_model() -> None:
     clock = VirtualClock()
     costs = profile(FormulaRunner(clock), CONFIG, draft=False, seconds=60.0, clock=clock)

@@ -151,12 +151,14 @@ class _Drafting:
 
 
 def _at_buckets(buckets: Sequence[int], measured: dict[int, float]) -> list[float]:
-    """Seconds at each bucket. Beyond the last that was measured they rise as steeply as any line up to it: what looks
-    free by an accident of two measurements would be used without end.
+    """Seconds at each bucket. Beyond the last that was measured they rise as steeply as any line up to it from half as
+    far or less: what looks free by an accident of two measurements would be used without end. From a neighbour a line
+    is as steep as a stair between the two, or as chance has it.
     """
     counts = sorted(measured)
     seconds = np.maximum.accumulate([measured[count] for count in counts])
     last = counts[-1]
-    slopes = [(seconds[-1] - before) / (last - count) for count, before in zip(counts[:-1], seconds[:-1], strict=True)]
+    lines = [(count, before) for count, before in zip(counts, seconds, strict=True) if 2 * count <= last]
+    slopes = [(seconds[-1] - before) / (last - count) for count, before in lines]
     beyond = np.maximum(0, np.array(buckets) - last) * max(slopes, default=0.0)
     return [float(value) for value in np.interp(buckets, counts, seconds) + beyond]
