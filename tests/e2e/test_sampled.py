@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import paceline_kernels as ops
+from paceline.core.adaptive_depth import AdaptiveDepth
+from paceline.core.cost_model import CostModel
 from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad, within_bounds
 from paceline.core.depth_policy import DepthPolicy
 from paceline.core.grammar import GrammarKind, GrammarSpec
@@ -26,6 +28,7 @@ from paceline.core.method import Method
 from paceline.core.params import Constraints, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
+from paceline.core.standing import Standing
 from paceline.core.token_counts import TokenCounts
 from paceline.engine import GenerationRequest
 from paceline.runner import noise
@@ -46,6 +49,7 @@ TOKENS = 3  # that are looked at
 DEPTH = 2  # so that the three are sampled behind a prompt, behind a draft and behind two
 SMALLEST_P = 1e-4  # of 46 chi-squares
 MAX_RUNNING = 500
+ROOMY = 64  # tokens that a request may have, for whom KV is held ready
 
 LETTERS = "\0acdefhilnorstw "  # the vocabulary: the end of text, then letters
 VOCAB = len(LETTERS)
@@ -200,18 +204,21 @@ def draw(
     depth: int = DEPTH,
     backend: str = "auto",
     policy: DepthPolicy | None = None,
+    depths: Counter[int] | None = None,
+    max_model_len: int = len(PROMPT) + TOKENS + 1,
 ) -> dict[str, Counter[Run]]:
     """The first tokens of so many requests of each feature, all in one engine and in turn.
 
     Args:
         policy: chooses depths from 0 to `depth`; without it, all are `depth`.
+        depths: told how many runs of each depth were verified.
     """
     engine = build_engine(
         EngineSettings(
             model=str(pair[0]),
             draft=str(pair[1]),
             dtype="float32",
-            max_model_len=len(PROMPT) + TOKENS + 1,
+            max_model_len=max_model_len,
             max_num_seqs=MAX_RUNNING,
             seed=17,
             backend=backend,
@@ -235,6 +242,11 @@ def draw(
             rule = request.speculation.rule_for(request.sampling)
             accepted = engine.scheduler.speculation.drafters[method, rule].counts.accepted
             assert accepted > 0, f"{name}: nothing was ever accepted"
+    if depths is not None:
+        totals = engine.scheduler.speculation.totals
+        depths[0] += totals.plain_steps
+        for (drafted, _), steps in totals.steps.items():
+            depths[drafted] += steps
     counts: dict[str, Counter[Run]] = {name: Counter() for name in names}
     for request_id, run in runs.items():
         counts[name_of[request_id]][tuple(run[:TOKENS])] += 1
@@ -316,6 +328,40 @@ def test_the_enumeration_is_complete_and_each_feature_does_something(logits: dic
     distance = sum(abs(exact.get(run, 0.0) - plain.get(run, 0.0)) for run in exact.keys() | plain.keys()) / 2
     assert distance > 0.05
     assert len([p for p in exact.values() if p * DRAWS >= 5]) >= 10, "cells to compare"
+
+
+class Auto(DepthPolicy):
+    """The server's policy, told that every step took as long as it expects: depths are the same on any machine."""
+
+    def __init__(self) -> None:
+        self._costs = CostModel.from_functions(lambda rows: 0.2 + 1e-4 * rows, lambda sequences: 1e-4)
+        self._policy = AdaptiveDepth(self._costs)
+
+    def choose(self, candidates: Seq[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
+        return self._policy.choose(candidates, load, slot_price=slot_price)
+
+    def standing(self, load: StepLoad, *, slot_price: float = 0.0) -> Standing | None:
+        return self._policy.standing(load, slot_price=slot_price)
+
+    def join(self, candidates: Seq[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0) -> list[Chosen]:
+        return self._policy.join(candidates, load, slot_price=slot_price)
+
+    def observe(self, outcome: Outcome) -> None:
+        outcome.seconds = self._costs.step(outcome.shape)
+        self._policy.observe(outcome)
+
+    def forget(self, request_id: int) -> None:
+        self._policy.forget(request_id)
+
+
+@pytest.mark.timeout(600)
+def test_auto_biases_nothing(pair: tuple[Path, Path], logits: dict[Run, Row]) -> None:
+    """In a batch whose depths vary. With KV to spare: where it is short, no draft is worth a block."""
+    depths, names = Counter[int](), ("temperature", "all", "all, token-wise", "all, seeded")
+    counts = draw(pair, Method.DRAFT_MODEL, names, DRAWS, policy=Auto(), depths=depths, max_model_len=ROOMY)
+    assert all(depths[depth] > DRAWS / 10 for depth in range(DEPTH + 1)), depths
+    found = {name: p_value(counts[name], enumerate_runs(logits, FEATURES[name])) for name in names}
+    assert {name: p for name, p in found.items() if p <= SMALLEST_P} == {}
 
 
 # -- the chi-square must be able to fail: wrong rules of ours and of others --------------------------------------------
