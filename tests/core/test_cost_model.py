@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.core.cost_model import (
@@ -141,6 +141,7 @@ OBSERVATION = st.tuples(st.integers(1, 3000), st.integers(0, 50000), st.integers
     st.lists(SECONDS, min_size=3, max_size=3),
     st.lists(OBSERVATION, max_size=3),
 )
+@example([0.0] * 27 + [99.99999999999999, 100.0] + [0.0] * 12, [0.0] * 3, [(114, 1, 0, 0.0, 1.0)])  # a bit between
 def test_more_never_costs_less(
     seconds: list[float], passes: list[float], observed: list[tuple[int, int, int, float, float]]
 ) -> None:

@@ -49,6 +49,23 @@ def test_rises_end_once_they_are_too_high() -> None:
     assert curve.rises(1, 2, 1.0, 0.0, 2, 0.0) == [0.0, 1.0, 2.0]
 
 
+@given(
+    st.lists(st.integers(0, 3), min_size=2, max_size=6),
+    st.floats(0.01, 100.0),
+    st.lists(st.floats(0.3, 3.0), max_size=3),
+)
+def test_it_never_falls(bits: list[int], lowest: float, factors: list[float]) -> None:
+    """Nor by a bit between buckets that differ by bits."""
+    heights = [lowest]
+    for count in bits:
+        heights.append(heights[-1] + count * math.ulp(lowest))
+    curve = Curve([7 * index + 1 for index in range(len(heights))], heights)
+    for factor in factors:
+        curve.stretch(factor)
+    values = curve.span(0, 7 * len(heights) + 30)
+    assert (np.diff(values) >= 0).all()
+
+
 def test_without_buckets_it_is_zero() -> None:
     assert Curve([], []).rises(0, 3, 1.0, 0.0, 0, math.inf) == [0.0] * 4
     assert Curve([], []).span(0, 3) == [0.0] * 4

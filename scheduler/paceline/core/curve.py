@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -32,19 +33,19 @@ class Curve:
     def at(self, count: int) -> float:
         if count == 0 and self._at_zero is not None:
             return self._at_zero
-        height, slope, start = self._line(self._bucket(count))
-        return height + slope * (count - start)
+        height, slope, start, most = self._line(self._bucket(count))
+        return min(height + slope * (count - start), most)
 
     def span(self, first: int, count: int) -> list[float]:
         """At `first`, ... `first + count`, [count + 1]."""
         bucket, last, buckets = self._bucket(first), self._last, self._buckets
         values = []
-        height, slope, start = self._line(bucket)
+        height, slope, start, most = self._line(bucket)
         for number in range(first, first + count + 1):
             if bucket < last and buckets[bucket + 1] <= number:
                 bucket += 1
-                height, slope, start = self._line(bucket)
-            values.append(height + slope * (number - start))
+                height, slope, start, most = self._line(bucket)
+            values.append(min(height + slope * (number - start), most))
         if first == 0 and self._at_zero is not None:
             values[0] = self._at_zero
         return values
@@ -110,10 +111,14 @@ class Curve:
             bucket = self._last - 1
         return self._scale * self._rises[bucket] / (self._buckets[bucket + 1] - self._buckets[bucket])
 
-    def _line(self, bucket: int) -> tuple[float, float, int]:
-        """Behind the bucket of that index, or before the first one: height, slope, and the count to go on from."""
+    def _line(self, bucket: int) -> tuple[float, float, int, float]:
+        """Behind the bucket of that index, or before the first one: height, slope, the count to go on from, and the
+        next bucket's height, which a rounded line may exceed.
+        """
         if bucket < 0 or self._last < 1:
-            return (self._scale * self._heights[0] if self._heights else 0.0), 0.0, 0
-        rise = bucket if bucket < self._last else self._last - 1
+            return (self._scale * self._heights[0] if self._heights else 0.0), 0.0, 0, math.inf
+        inside = bucket < self._last
+        rise = bucket if inside else self._last - 1
         slope = self._rises[rise] / (self._buckets[rise + 1] - self._buckets[rise])
-        return self._scale * self._heights[bucket], self._scale * slope, self._buckets[bucket]
+        most = self._scale * self._heights[bucket + 1] if inside else math.inf
+        return self._scale * self._heights[bucket], self._scale * slope, self._buckets[bucket], most
