@@ -17,6 +17,7 @@ from typing import Any
 import device
 import torch
 from common import Bench, Scale
+from company import company
 from decode import decode, host, prefill
 
 from paceline.bench.throughput import parse_sizes
@@ -47,6 +48,7 @@ SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "prefill": prefill,
     "draft": draft,
     "speculation": speculation,
+    "company": company,
     "peer": peer,
 }
 
@@ -109,6 +111,7 @@ def scale(arguments: argparse.Namespace) -> Scale:
         prompts=2 if small else 4,
         prefill=256 if small else 2048,
         draft_depths=(1, 4) if small else (2, 8),
+        company=4 if small else 64,
         peer_streams=4 if small else 16,
         copied=64 << 20 if small else 4 << 30,
         matmul=512 if small else 8192,

@@ -45,6 +45,7 @@ class Scale:
         depths: of speculation; auto and 0 are among them.
         batches: (streams, context) of decodes.
         draft_depths: between which draft passes are counted.
+        company: streams, one of which the host has to sample.
         peer_streams: beside transformers.
     """
 
@@ -59,6 +60,7 @@ class Scale:
     prompts: int
     prefill: int
     draft_depths: tuple[int, int]
+    company: int
     peer_streams: int
     copied: int
     matmul: int

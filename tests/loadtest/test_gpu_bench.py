@@ -93,7 +93,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_section_runs_without_what_only_a_server_needs(tmp_path: Path) -> None:
-    sections = ["ceilings", "decode", "host", "prefill", "draft", "speculation"]
+    sections = ["ceilings", "decode", "host", "prefill", "draft", "speculation", "company"]
     done = bench("--only", ",".join(sections), "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "out.json").read_text())
@@ -103,6 +103,7 @@ def test_every_section_runs_without_what_only_a_server_needs(tmp_path: Path) -> 
     assert single["rates"].keys() == {"auto", "off", "2", "4"}
     assert single["allowed"] >= 1
     assert "allowed" not in four
+    assert results["company"]["ratios"].keys() == {"off", "auto"}
 
 
 def test_a_section_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
