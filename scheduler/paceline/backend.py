@@ -98,7 +98,7 @@ def tune(models: Sequence[Decoder]) -> None:
         logger.debug("%d rows times %s [%d, %d]: %s", rows, kind, outputs, inputs, times)
 
     for model in models:
-        CHOICE.tune([weight for weight, _ in model.linears()], report=report)
+        CHOICE.tune(model.linears(), report=report)
 
 
 def _triton_ops() -> Ops:

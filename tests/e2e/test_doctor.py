@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import os
 import subprocess
 import sys
 from functools import partial
@@ -32,7 +33,18 @@ def as_json(*options: str) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a word about one."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+
+
+# Of a process without our environment: where the sources are, if they are not installed, and no GPU.
+ALONE = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "CUDA_VISIBLE_DEVICES": ""}
+
+
 @needs_compiler
+@pytest.mark.usefixtures("no_gpu")
 def test_quick_measures_nothing() -> None:
     said = as_json("--quick")
     assert list(said["facts"]) == [*NAMES, "kernels", "scheduler"]
@@ -107,7 +119,7 @@ def test_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_compiler() -> None:
     """Torch serves, so this is no failure."""
     code = "from paceline.cli import main; import sys; sys.argv = ['paceline', 'doctor', '--json']; main()"
-    environment = {build.COMPILER_VARIABLE: "no-such-compiler", "PATH": "/usr/bin"}
+    environment = {**ALONE, build.COMPILER_VARIABLE: "no-such-compiler", "PATH": "/usr/bin"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -118,6 +130,7 @@ def test_no_compiler() -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("no_gpu")
 def test_sampling_that_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend may be native all the same."""
     load = build.load
@@ -137,9 +150,9 @@ def test_sampling_that_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatc
 def test_without_torch_nothing_can_be_served(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     code = "from paceline.cli import main; import sys; sys.argv = ['paceline', 'doctor']; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
-    )
+    path = os.pathsep.join([str(tmp_path), ALONE["PYTHONPATH"]])
+    environment = {**ALONE, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert "no torch here" in done.stderr
     assert "Traceback" not in done.stderr
@@ -226,6 +239,7 @@ def test_a_gpu_is_told_with_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["facts"]["backend"]["value"] == "torch on NVIDIA H100, because: triton is not installed"
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_a_gpu_that_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     [fact] = facts._gpu(Gpu("Tesla V100", (7, 0), 32 << 30, 31 << 30))
     assert "compute capability 8.0 is needed" in str(fact.advice)

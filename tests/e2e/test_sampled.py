@@ -49,6 +49,7 @@ TOKENS = 3  # that are looked at
 DEPTH = 2  # so that the three are sampled behind a prompt, behind a draft and behind two
 SMALLEST_P = 1e-4  # of 46 chi-squares
 MAX_RUNNING = 500
+MAX_ROWS = 20 * MAX_RUNNING  # so that every draft has its row, whoever else is read
 ROOMY = 64  # tokens that a request may have, for whom KV is held ready
 
 LETTERS = "\0acdefhilnorstw "  # the vocabulary: the end of text, then letters
@@ -220,6 +221,7 @@ def draw(
             dtype="float32",
             max_model_len=max_model_len,
             max_num_seqs=MAX_RUNNING,
+            max_num_batched_tokens=MAX_ROWS,
             seed=17,
             backend=backend,
         )

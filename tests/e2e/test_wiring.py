@@ -22,7 +22,7 @@ from paceline.runner import KVCache, ModelRunner
 from paceline.wiring import EngineSettings, build_engine, check_engine
 from paceline_kernels.cpu import memory
 from support.checkpoints import tiny_checkpoint
-from support.native import needs_compiler
+from support.native import device_of, needs_compiler
 from support.pairs import tiny_pair
 
 
@@ -186,6 +186,7 @@ def test_kv_memory_becomes_blocks(pair: tuple[str, str], backend: str, block_siz
         draft=pair[1],
         dtype="float32",
         backend=backend,
+        device=device_of(backend),
         block_size=block_size,
         kv_cache_memory=70 * per_block + 100,
     )
@@ -200,9 +201,9 @@ def test_kv_memory_becomes_blocks(pair: tuple[str, str], backend: str, block_siz
 def test_kv_memory_is_taken_at_start_if_asked(pair: tuple[str, str], taken: bool) -> None:
     size = 128 << 20
     gc.collect()
-    first = build_engine(EngineSettings(*pair, kv_cache_memory=1 << 20, take_memory=taken))
+    first = build_engine(EngineSettings(*pair, device="cpu", kv_cache_memory=1 << 20, take_memory=taken))
     before = _resident_memory()
-    second = build_engine(EngineSettings(*pair, kv_cache_memory=size, take_memory=taken))
+    second = build_engine(EngineSettings(*pair, device="cpu", kv_cache_memory=size, take_memory=taken))
     grown = _resident_memory() - before
     assert first.scheduler.config.num_blocks < second.scheduler.config.num_blocks
     assert grown >= 0.99 * size if taken else grown < 0.5 * size
@@ -222,7 +223,9 @@ def test_a_container_s_limit_bounds_kv_memory(
     (tmp_path / "memory.current").write_text(f"{32 << 20}\n")
     if most:
         (tmp_path / "memory.max").write_text(f"{most}\n")
-    engine = build_engine(EngineSettings(*pair, dtype="float32", max_num_seqs=1024, max_num_batched_tokens=2048))
+    engine = build_engine(
+        EngineSettings(*pair, device="cpu", dtype="float32", max_num_seqs=1024, max_num_batched_tokens=2048)
+    )
     assert isinstance(engine.runner, ModelRunner)
     held = sum(layer.nbytes for cache in engine.runner.kv_cache for layer in cache)
     assert held <= taken if taken is not None else held > 64 << 20
@@ -233,9 +236,9 @@ def test_no_more_kv_memory_than_a_container_has(
 ) -> None:
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text(f"{32 << 20}\n")
-    build_engine(EngineSettings(*pair, kv_cache_memory=32 << 20))
+    build_engine(EngineSettings(*pair, device="cpu", kv_cache_memory=32 << 20))
     with pytest.raises(InvalidArgument, match=f"kv_cache_memory = {33 << 20}: must be at most {32 << 20} bytes, which"):
-        build_engine(EngineSettings(*pair, kv_cache_memory=33 << 20))
+        build_engine(EngineSettings(*pair, device="cpu", kv_cache_memory=33 << 20))
 
 
 def test_kv_memory_that_the_system_refuses(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +269,7 @@ def test_names_that_no_model_may_have(name: str) -> None:
 
 def test_what_was_chosen_is_logged(pair: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "paceline.wiring"):
-        engine = build_engine(EngineSettings(*pair, dtype="float32", backend="torch", depth="2"))
+        engine = build_engine(EngineSettings(*pair, device="cpu", dtype="float32", backend="torch", depth="2"))
     first, last = (record for record in caplog.records if record.name == "paceline.wiring")
     assert first.getMessage() == f"loading model {pair[0]}, draft {pair[1]}"
     blocks = engine.scheduler.config.num_blocks

@@ -152,9 +152,14 @@ def test_a_choice_that_was_made_is_followed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_tuning_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROTATED_BYTES", 32 << 20)
     choice, reported = Choice(), []
-    weights = [matrices(1024, 1024, kind)[0] for kind in ("bf16", "int8", "bf16")]
-    choice.tune(weights, (1, 5), lambda *args: reported.append(args))
-    assert choice.table.keys() == {(m, 1024, 1024, kind) for m in (1, 16) for kind in ("bf16", "int8")}
+    linears = [
+        (matrices(outputs, 1024, kind)[0], outputs == 2048)
+        for kind in ("bf16", "int8")
+        for outputs in (1024, 1024, 2048)
+    ]
+    choice.tune(linears, (1, 5), lambda *args: reported.append(args))
+    shapes = [(outputs, 1024, kind) for kind in ("bf16", "int8") for outputs in (1024, 2048)]
+    assert choice.table.keys() == {(rows, *shape) for rows in (1, 16) for shape in shapes}
     for rows, outputs, inputs, kind, seconds in reported:
         assert all(value > 0 for value in seconds.values())
         assert seconds[choice.table[bucket(rows), outputs, inputs, kind]] == min(seconds.values())

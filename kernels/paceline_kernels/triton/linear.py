@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline_kernels.int8 import Int8Weight
 from paceline_kernels.recording import record
 from paceline_kernels.triton.dependent import DEPENDENT, LAUNCH, release, wait
-from paceline_kernels.triton.elementwise import gate_times, silu_mul
+from paceline_kernels.triton.elementwise import gate_times, rms_norm, silu_mul
 
 SMS: Final = 132  # of an H100 or H200; only the number of splits follows from it
 MAX_SPLITS: Final = 8
@@ -27,7 +27,8 @@ BUCKETS: Final = (1, 16, 32, 64)  # rows of x are padded to one of these
 BEYOND: Final = 128  # and where there are more, cut into blocks of so many
 TUNED: Final = (*BUCKETS, 2 * BEYOND)  # rows that are tried
 ROTATED_BYTES: Final = 400 << 20  # of weights that are read in turn while timing, which no cache holds
-REPEATS: Final = 5
+WARM_UPS: Final = 3  # of the device's clock, too
+REPEATS: Final = 15
 REDUCED: Final = 1024  # numbers that a program of the second pass adds up
 
 
@@ -95,27 +96,32 @@ class Choice:
         return self.table[key]
 
     def tune(
-        self, weights: Sequence[Tensor | Int8Weight], rows: Iterable[int] = TUNED, report: Reporter | None = None
+        self,
+        linears: Iterable[tuple[Tensor | Int8Weight, bool]],
+        rows: Iterable[int] = TUNED,
+        report: Reporter | None = None,
     ) -> None:
         """Time every candidate on the device, for x in bf16 of so many rows, and keep the fastest of each; of several
         in one bucket, those of the most rows.
 
-        `weights` are those of a model, all its layers: those of one shape are read in turn, as a forward reads them.
+        Args:
+            linears: the weights of a model, all its layers, and for each whether half of its outputs gates the other.
+                Those of one shape are read in turn, as a forward reads them.
         """
-        groups: dict[tuple[int, int, str], list[Tensor | Int8Weight]] = {}
-        for weight in weights:
+        groups: dict[tuple[int, int, str, bool], list[Tensor | Int8Weight]] = {}
+        for weight, gates in linears:
             kind = kind_of(weight)
             if kind != "fp32" and _device(weight).type == "cuda":
-                groups.setdefault((*weight.shape, kind), []).append(weight)
+                groups.setdefault((*weight.shape, kind, gates), []).append(weight)
         for count in sorted(set(rows)):
-            for (outputs, inputs, kind), members in groups.items():
+            for (outputs, inputs, kind, gates), members in groups.items():
                 ways: list[Config | None] = list(CANDIDATES.get((kind, bucket(count)), ()))
                 if kind == "bf16":
                     ways.insert(0, None)
                 if len(ways) < 2:
                     continue
                 x = torch.randn(count, inputs, dtype=torch.bfloat16, device=_device(members[0]))
-                seconds = {way: _seconds(x, members, way) for way in ways}
+                seconds = {way: _seconds(x, members, way, gates) for way in ways}
                 self.table[bucket(count), outputs, inputs, kind] = min(ways, key=lambda way: seconds[way])
                 if report is not None:
                     report(count, outputs, inputs, kind, seconds)
@@ -132,19 +138,28 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
     """
     if x.dtype != torch.bfloat16:
         return F.linear(x, weight.dequantized(x.dtype) if isinstance(weight, Int8Weight) else weight, bias)
-    config = CHOICE.of(len(x), weight)
-    if config is not None:
-        return product(x, weight, bias, config)
-    assert isinstance(weight, Tensor)
-    return F.linear(x, weight, bias)
+    return _linear(x, weight, bias, CHOICE.of(len(x), weight))
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
     """See `reference.linear_silu_mul`. Where one kernel multiplies, it gates, too."""
-    config = CHOICE.of(len(x), weight) if x.dtype == torch.bfloat16 else None
-    if config is not None and _gates(weight, config, cut_of(len(x), weight, config)[1]):
-        return product(x, weight, bias, config, gated=True)
-    return silu_mul(linear(x, weight, bias))
+    if x.dtype != torch.bfloat16:
+        return silu_mul(linear(x, weight, bias))
+    return _linear_silu_mul(x, weight, bias, CHOICE.of(len(x), weight))
+
+
+def _linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None, way: Config | None) -> Tensor:
+    """None is cuBLAS."""
+    if way is not None:
+        return product(x, weight, bias, way)
+    assert isinstance(weight, Tensor)
+    return F.linear(x, weight, bias)
+
+
+def _linear_silu_mul(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None, way: Config | None) -> Tensor:
+    if way is not None and _gates(weight, way, cut_of(len(x), weight, way)[1]):
+        return product(x, weight, bias, way, gated=True)
+    return silu_mul(_linear(x, weight, bias, way))
 
 
 def _gates(weight: Tensor | Int8Weight, config: Config, splits: int) -> bool:
@@ -447,14 +462,15 @@ def _device(weight: Tensor | Int8Weight) -> torch.device:
     return weight.values.device if isinstance(weight, Int8Weight) else weight.device
 
 
-def _seconds(x: Tensor, weights: Sequence[Tensor | Int8Weight], way: Config | None) -> float:
-    """Of one product, the weights read in turn; from a graph, since launching takes longer than many of them."""
+def _seconds(x: Tensor, weights: Sequence[Tensor | Int8Weight], way: Config | None, gates: bool) -> float:
+    """Of one product, the weights read in turn; from a graph, since launching takes longer than many of them. As in a
+    layer: behind a norm, during whose last microsecond some of the ways read already, and with the gating.
+    """
+    scale = torch.ones_like(x[0])
+    multiply = _linear_silu_mul if gates else _linear
 
     def run(weight: Tensor | Int8Weight) -> None:
-        if way is not None:
-            product(x, weight, None, way)
-        elif isinstance(weight, Tensor):
-            F.linear(x, weight)
+        multiply(rms_norm(x, scale, 1e-6), weight, None, way)
 
     size = weights[0].numel() * (1 if isinstance(weights[0], Int8Weight) else 2)
     turns = max(2, min(64, triton.cdiv(ROTATED_BYTES, size)))
@@ -466,11 +482,11 @@ def _seconds(x: Tensor, weights: Sequence[Tensor | Int8Weight], way: Config | No
     run(weights[0])  # compiles
     graph = record(run_all)
     times: list[float] = []
-    for _ in range(1 + REPEATS):
+    for _ in range(WARM_UPS + REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1000 / turns)
-    return statistics.median(times[1:])
+    return statistics.median(times[WARM_UPS:])

@@ -159,18 +159,14 @@ class Decoder:
                         views.update(zip(names, parts, strict=True))
         return views
 
-    def linears(self) -> list[tuple[Tensor | Int8Weight, Tensor | None]]:
-        """Every matrix that rows are multiplied by, with its bias, in the order of a forward and the head last; for who
-        finds out how to multiply by them."""
-        pairs: list[tuple[Tensor | Int8Weight, Tensor | None]] = []
+    def linears(self) -> list[tuple[Tensor | Int8Weight, bool]]:
+        """Every matrix that rows are multiplied by, and whether half of what comes of it gates the other, in the order
+        of a forward and the head last; for who finds out how to multiply by them.
+        """
+        linears: list[tuple[Tensor | Int8Weight, bool]] = []
         for layer in self._layers:
-            pairs += [
-                (layer.qkv, layer.qkv_bias),
-                (layer.output, layer.output_bias),
-                (layer.gate_up, layer.gate_up_bias),
-                (layer.down, layer.down_bias),
-            ]
-        return [*pairs, (self._head, None)]
+            linears += [(layer.qkv, False), (layer.output, False), (layer.gate_up, True), (layer.down, False)]
+        return [*linears, (self._head, False)]
 
     def _fill_tied(self, rows: Tensor) -> None:
         self._embedding.copy_(rows)
