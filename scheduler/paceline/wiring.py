@@ -234,8 +234,8 @@ def _measured_blocks(
 ) -> int:
     reserve = GRAPH_RESERVE
     if choices.backend == "triton":
-        vocab = 0 if choices.draft_path is None else choices.config.vocab_size
-        reserve += table_bytes(config.max_num_seqs, config.max_depth, config.max_model_len, vocab)
+        vocab, draws = choices.config.vocab_size, choices.draft_path is not None
+        reserve += table_bytes(config.max_num_seqs, config.max_depth, config.max_model_len, vocab, draws=draws)
         rows = max(size.num_logits or size.num_rows for size in StepSizes(config.max_num_seqs, config.max_depth).all())
         reserve += logits_bytes(rows, choices.config.vocab_size)
     return kv_blocks.measure_num_blocks(settings, config, models, choices.bytes_per_block, gpu, reserve)

@@ -16,13 +16,22 @@ import torch
 from paceline.core.depth import Chosen, DepthCandidate, StepLoad, within_bounds
 from paceline.core.depth_policy import DepthPolicy
 from paceline.core.method import Method
-from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams, Verification
+from paceline.core.params import (
+    Constraints,
+    LogprobsParams,
+    SamplingParams,
+    SequenceParams,
+    SpeculationParams,
+    StopParams,
+    Verification,
+)
 from paceline.core.plan import SequenceResult, StepPlan
 from paceline.engine import Engine, GenerationRequest, Output, StepLoop
 from paceline.errors import FailedPrecondition
 from paceline.runner import ModelRunner
 from paceline.runner.device_runner import DeviceRunner
 from paceline.runner.device_step import Part
+from paceline.runner.seats import is_plain
 from paceline.speculation.ngram_index import NgramIndex
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels import sampling
@@ -130,12 +139,70 @@ def test_texts_are_those_without_drafts(engine: Engine, oracle: Engine, mix: str
 def test_sequences_that_ask_the_host_go_beside_the_others(engine: Engine, oracle: Engine) -> None:
     requests = [
         request(0, GREEDY, Method.DRAFT_MODEL, 3),
-        request(1, SamplingParams(temperature=0.0, frequency_penalty=0.5), Method.DRAFT_MODEL, 2),
+        request(1, SamplingParams(temperature=0.0, bad_words=("a", "the")), Method.DRAFT_MODEL, 2),
         request(2, SamplingParams(seed=7), Method.DRAFT_MODEL, 2, logprobs=LogprobsParams(completion=2)),
+        request(4, SamplingParams(temperature=0.0, frequency_penalty=0.5), Method.DRAFT_MODEL, 2),
         request(3, GREEDY, Method.NONE, 0),
     ]
     found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+
+
+EDITS: list[tuple[SamplingParams, Method, int]] = [
+    (SamplingParams(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.25), Method.DRAFT_MODEL, 3),
+    (SamplingParams(temperature=0.0, repetition_penalty=1.5), Method.NGRAM, 3),
+    (SamplingParams(seed=6, repetition_penalty=1.2, logit_bias=((7, 2.0), (11, -1.0))), Method.DRAFT_MODEL, 2),
+    (SamplingParams(seed=7, temperature=0.7, top_k=30, presence_penalty=-0.5), Method.NONE, 0),
+    (SamplingParams(temperature=0.0, logit_bias=tuple((token, 0.01 * token) for token in range(100))), Method.NGRAM, 2),
+]
+
+
+@pytest.mark.parametrize("beside", [None, LogprobsParams(completion=0)])
+def test_edited_logits_need_no_host(
+    engine: Engine, oracle: Engine, monkeypatch: pytest.MonkeyPatch, beside: LogprobsParams | None
+) -> None:
+    """Beside one that does, for a while, they go there and come back."""
+    steps: Counter[str] = Counter()
+    launch, compute = DeviceRunner._launch, ModelRunner.compute
+
+    def on_device(runner: DeviceRunner, plan: StepPlan) -> Any:
+        steps["device"] += 1
+        return launch(runner, plan)
+
+    def on_host(runner: ModelRunner, plan: StepPlan) -> Any:
+        steps["host"] += bool(plan.work)
+        return compute(runner, plan)
+
+    requests = [
+        replace(request(i, *what), stop=StopParams(max_tokens=9, ignore_eos=True)) for i, what in enumerate(EDITS)
+    ]
+    if beside is not None:
+        short = StopParams(max_tokens=3, ignore_eos=True)
+        requests.append(replace(request(9, GREEDY, Method.NONE, 0, logprobs=beside), stop=short))
+    expected = generate(oracle, [off(one) for one in requests])
+    # Its first two tokens would end it, were they not forbidden so early.
+    stops = tuple(expected[0].token_ids[:2])
+    requests[0] = replace(requests[0], stop=StopParams(max_tokens=9, token_ids=stops, min_tokens=4))
+    expected[0] = generate(oracle, [off(requests[0])])[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceRunner, "_launch", on_device)
+        patch.setattr(ModelRunner, "compute", on_host)
+        found = generate(engine, requests)
+    assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+    assert len(found[0].token_ids) >= 4
+    assert sum(text.accepted for text in found) > 0
+    assert steps["device"] > 3
+    assert (steps["host"] > 1) == (beside is not None)
+
+
+@pytest.mark.parametrize("vocab", [3, 600])
+def test_what_edits_too_much_is_left_to_the_host(vocab: int) -> None:
+    """More tokens than the table has room for, or all that there are."""
+    biased = tuple((token, 1.0) for token in range(vocab))
+    assert is_plain(SequenceParams(SamplingParams(logit_bias=biased[:2])), vocab)
+    assert not is_plain(SequenceParams(SamplingParams(logit_bias=biased)), vocab)
+    ends = Constraints(min_tokens=2, stop_token_ids=tuple(range(vocab)))
+    assert not is_plain(SequenceParams(constraints=ends), vocab)
 
 
 def test_steps_of_the_host_sample_by_the_same_kernels(
@@ -223,7 +290,8 @@ def test_draft_models_catch_up_with_whatever_was_planned(tmp_path: Path) -> None
     requests = [
         GenerationRequest(
             prompt=tuple(range(10 * i + 1, 10 * i + 3)) * (2 + 4 * i),
-            sampling=SamplingParams(temperature=0.0, frequency_penalty=0.5 * (i == 2)),
+            sampling=GREEDY,
+            logprobs=LogprobsParams(completion=0 if i == 2 else None),
             stop=StopParams(max_tokens=4 if i == 2 else 14, ignore_eos=True),
             speculation=SpeculationParams(max_depth=3),
         )
@@ -244,22 +312,28 @@ class Mirrors:
     def __init__(self, runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compared = Counter[tuple[Method, bool]]()  # by method, with drafts or without
         launch, commit, tables = runner._launch, runner._commit, runner._seats.table
-        seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        seen: dict[int, tuple[torch.Tensor, ...]] = {}
 
         def launched(plan: StepPlan) -> object:
             step = launch(plan)
             for part in step.parts:
-                seen[id(part)] = tables.facts.clone(), tables.texts.clone(), tables.proposals.clone()
+                seen[id(part)] = tuple(
+                    table.clone() for table in (tables.facts, tables.texts, tables.proposals, tables.counts)
+                )
             return step
 
         def committed(part: Part, *args: Any) -> SequenceResult:
             before = list(part.seat.sequence.token_ids)
             result = commit(part, *args)
-            (facts, texts, proposals), row = seen.pop(id(part)), part.seat.index
+            (facts, texts, proposals, counts), row = seen.pop(id(part)), part.seat.index
             sequence, work = part.seat.sequence, part.work
             assert facts[row, Column.COMPUTED] == sequence.num_computed, work
             assert facts[row, Column.DRAFT_COMPUTED] == sequence.num_draft_computed, work
             assert texts[row, : len(sequence)].tolist() == sequence.token_ids, work
+            if sequence.counts is not None:
+                output = sequence.output
+                expected = [2 * output.count(t) + (t in sequence.token_ids) for t in range(counts.shape[1])]
+                assert counts[row].tolist() == expected, work
             if work.samples and work.scores_ngram:
                 index = NgramIndex()
                 index.read(sequence.token_ids)
@@ -301,7 +375,8 @@ def test_the_table_and_its_mirrors_agree(tmp_path: Path, monkeypatch: pytest.Mon
     requests = [
         GenerationRequest(
             prompt=tuple(range(1, 2 + i % 4)) * (1 + 2 * i),
-            sampling=SamplingParams(temperature=0.0, frequency_penalty=0.5 * (i == 2)),
+            sampling=SamplingParams(temperature=0.0, frequency_penalty=0.5 * (i % 2)),
+            logprobs=LogprobsParams(completion=0 if i == 2 else None),
             stop=StopParams(max_tokens=3 if i == 2 else 16, ignore_eos=True),
             speculation=SpeculationParams(max_depth=3),
         )
@@ -377,7 +452,7 @@ def test_the_warm_up_takes_both_ways(pair: tuple[Path, Path], monkeypatch: pytes
 def test_a_start_without_memory_is_told_in_words(
     ends: str, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("made up")
 
     owner, name = (SequenceTable, "allocate") if ends == "table" else (DeviceRunner, "record")

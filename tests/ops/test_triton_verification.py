@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import paceline_kernels as ops
-from paceline.core.params import Verification
+from paceline.core.params import Constraints, Verification
 from paceline.core.sequence import Sequence
 from paceline.runner.drafter import Draft
 from paceline.runner.noise import RejectionNoise
 from paceline.runner.positions import Positions
-from paceline.runner.sampler import distribution_
+from paceline.runner.sampler import distribution_, edit_
 from paceline.runner.verification import Run, Verdict, VerificationRule
 from paceline.runner.verification.coupled import Coupled, choose_
 from paceline.runner.verification.greedy import Greedy
@@ -39,7 +39,7 @@ from runner.rows import make_sequence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, DEPTH, SEATS, NUM_SEQS, LONGEST = 21, 4, 9, 7, 40
-MIXED: list[Rule | None] = [None] * 6
+MIXED: list[Rule | None] = [None] * 12
 POISON = 0x7FC12345  # as a float32, NaN
 
 RULES = {
@@ -82,7 +82,7 @@ class Seated:
 def random_seated(rng: np.random.Generator, seat: int, only: Rule | None) -> Seated:
     """Of any kind; or with drafts that were drawn, by one rule and without limits."""
     rule = Rule(int(rng.integers(len(Rule)))) if only is None else only
-    sampling: dict[str, float | int] = {"temperature": 0.0}
+    sampling: dict[str, Any] = {"temperature": 0.0}
     if rule != Rule.GREEDY:
         sampling = {"temperature": float(rng.choice([0.5, 1.0, 1.25]))}
         if only is None and rng.random() < 0.5:
@@ -92,14 +92,33 @@ def random_seated(rng: np.random.Generator, seat: int, only: Rule | None) -> Sea
         sampling["seed"] = int(rng.integers(1 << 63))
     verification = RULES[rule] if rule >= Rule.TOKEN_WISE else None
     num_tokens = int(rng.integers(1, 4))
-    prompt = rng.integers(0, VOCAB, num_tokens + int(rng.integers(0, 30))).tolist()
-    sequence = make_sequence(prompt, verification=verification, choice=int(rng.integers(3)), **sampling)
+    text = rng.integers(0, VOCAB, num_tokens + int(rng.integers(0, 30))).tolist()
+    num_output = int(rng.integers(len(text)))
+    constraints = Constraints()
+    if only is None:
+        edits = {
+            "frequency_penalty": 0.5,
+            "presence_penalty": -1.25,
+            "repetition_penalty": 1.5,
+            "logit_bias": tuple((int(token), float(rng.normal())) for token in rng.permutation(VOCAB)[:5]),
+        }
+        sampling |= {name: value for name, value in edits.items() if rng.random() < 0.4}
+        if rng.random() < 0.5:
+            constraints = Constraints(min_tokens=num_output + int(rng.integers(1, 4)), stop_token_ids=(3, 5, 8, 13))
+    sequence = make_sequence(
+        text[: len(text) - num_output],
+        text[len(text) - num_output :],
+        constraints=constraints,
+        verification=verification,
+        choice=int(rng.integers(3)),
+        **sampling,
+    )
     assert sequence.params.verification == RULES[rule]
     samples = only is not None or bool(rng.random() < 0.8)
     drafts = rng.integers(0, VOCAB, rng.integers(0 if only is None else 1, DEPTH + 1)).tolist() if samples else []
     one_hot = only is None and bool(rng.random() < 0.4)
     # The draft model has read nearly all, and reads on: too little now and then.
-    draft_computed = max(0, len(prompt) - int(rng.integers(0, 6)))
+    draft_computed = max(0, len(text) - int(rng.integers(0, 6)))
     num_read = int(rng.integers(0, 4))
     return Seated(seat, rule, sequence, num_tokens, drafts, one_hot, samples, draft_computed, num_read)
 
@@ -117,7 +136,27 @@ def fact_row(seated: Seated) -> Tensor:
     row[Column.TEMPERATURE] = float_bits(1.0 if own.greedy else own.temperature)
     row[Column.TOP_P], row[Column.MIN_P] = float_bits(own.top_p), float_bits(own.min_p)
     row[Column.TYPICAL_P] = float_bits(own.typical_p)
+    row[Column.EDITED] = len(edit_rows(seated)) + 1 if seated.sequence.params.edits_logits else 0
+    row[Column.COUNTED] = own.penalised
+    row[Column.REPETITION] = float_bits(own.repetition_penalty)
+    row[Column.FREQUENCY] = float_bits(own.frequency_penalty)
+    row[Column.PRESENCE] = float_bits(own.presence_penalty)
     return torch.from_numpy(row.astype(np.int32))
+
+
+def edit_rows(seated: Seated) -> list[list[int]]:
+    """By `Edit`."""
+    sequence = seated.sequence
+    biases = dict(sequence.params.sampling.logit_bias)
+    until = sequence.num_prompt_tokens + sequence.params.constraints.min_tokens
+    stops = sequence.params.constraints.stop_token_ids
+    return [[t, float_bits(biases.get(t, 0.0)), until * (t in stops)] for t in {*stops, *biases}]
+
+
+def count_row(prompt: list[int], output: list[int]) -> Tensor:
+    """[VOCAB] int32"""
+    text = [*prompt, *output]
+    return torch.tensor([2 * output.count(token) + (token in text) for token in range(VOCAB)], dtype=torch.int32)
 
 
 def make_table(batch: Seq[Seated]) -> SequenceTable:
@@ -126,7 +165,13 @@ def make_table(batch: Seq[Seated]) -> SequenceTable:
     table.texts.fill_(-77)
     table.drafts.fill_(-77)
     table.probs.fill_(torch.nan)
+    table.edits.fill_(-77)
+    table.counts.fill_(-77)
     for seated in batch:
+        if rows := edit_rows(seated):
+            table.edits[seated.seat, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
+        if seated.sequence.counts is not None:
+            table.counts[seated.seat] = count_row(seated.sequence.prompt, seated.sequence.output)
         table.facts[seated.seat] = fact_row(seated).to(DEVICE)
         table.texts[seated.seat, : len(seated.sequence)] = torch.tensor(seated.sequence.token_ids)
     return table
@@ -192,13 +237,21 @@ def verdict_of(seated: Seated, logits: Tensor, q: Tensor, noise_key: Tensor) -> 
         Rule.BLOCK: Rejection(block if drawn else one_hot, noise),
     }
     run = Run(seated.positions, Draft(seated.drafts, q if drawn else None))
-    (verdict,) = rules[seated.rule].judge(logits.clone(), [run])
+    (verdict,) = rules[seated.rule].judge(edited(logits, seated.positions), [run])
     return verdict
+
+
+def edited(logits: Tensor, positions: Positions) -> Tensor:
+    """By the runner, a copy.  # [rows, vocab]"""
+    logits = logits.clone()
+    assert edit_(logits, [positions]) == []
+    return logits
 
 
 def likely(seated: Seated, logits: Tensor, rng: np.random.Generator, generator: torch.Generator) -> Tensor:
     """Replace most drafts by what the target may say -> what they were drawn from, [depth, vocab]."""
     depth = len(seated.drafts)
+    logits = edited(logits, seated.positions)
     if seated.rule == Rule.GREEDY:
         wanted = logits.argmax(-1)
     elif seated.rule == Rule.COUPLED:
@@ -234,13 +287,13 @@ def test_judge_is_the_rules_of_the_runner(seed: int, only: Rule | None) -> None:
             table.probs[seated.seat, : len(q)] = q.to(DEVICE)
     step = make_step(batch, noise_key)
     token_ids = torch.tensor(
-        [t for s in batch for t in [*s.sequence.prompt[-s.num_tokens :], *s.drafts]] + [0, 0],
+        [t for s in batch for t in [*s.sequence.token_ids[-s.num_tokens :], *s.drafts]] + [0, 0],
         dtype=torch.int32 if seed % 2 else torch.int64,
     )
     output = StepOutput.view(
         torch.full((StepOutput.size(NUM_SEQS, DEPTH),), POISON, dtype=torch.int32, device=DEVICE), NUM_SEQS, DEPTH
     )
-    facts, kept, texts = table.facts.clone(), table.probs.clone(), table.texts.cpu()
+    facts, kept, texts, counts = table.facts.clone(), table.probs.clone(), table.texts.cpu(), table.counts.cpu().clone()
     judge(logits.to(DEVICE, copy=True), token_ids.to(DEVICE), table, step, output)
     wanted = facts.cpu()
     key = step.noise_key.cpu()
@@ -265,8 +318,11 @@ def test_judge_is_the_rules_of_the_runner(seed: int, only: Rule | None) -> None:
         if by_model and read >= until:
             row[Column.DRAFT_COMPUTED] = size + min(len(seated.drafts) - 1, count)
         texts[seated.seat, size : size + count + 1] = torch.tensor(verdict.token_ids)
+        if seated.sequence.counts is not None:
+            counts[seated.seat] = count_row(seated.sequence.prompt, seated.sequence.output + verdict.token_ids)
     assert torch.equal(table.facts.cpu(), wanted)
     assert torch.equal(table.texts.cpu(), texts)
+    assert torch.equal(table.counts.cpu(), counts)
     assert output.num_accepted[len(batch) :].tolist() == [0, 0]
     assert not output.broken.any()
     assert torch.equal(table.probs.nan_to_num(9), kept.nan_to_num(9)), "read, and no more"
@@ -317,7 +373,7 @@ def test_logits_that_are_no_numbers_are_told_of_where_they_choose_a_token(rule: 
     assert 0 <= table.texts[1, 2].item() < VOCAB, "the next step may read it"
 
 
-@pytest.mark.parametrize(("seed", "only"), list(enumerate([*MIXED[:3], *Rule])))
+@pytest.mark.parametrize(("seed", "only"), list(enumerate([*MIXED[:6], *Rule])))
 def test_drafts_are_chosen_as_the_draft_model_does(seed: int, only: Rule | None) -> None:
     rng, generator = np.random.default_rng(100 + seed), torch.Generator().manual_seed(seed)
     batch = [replace(seated, num_tokens=1) for seated in random_batch(rng, only)]
@@ -334,7 +390,7 @@ def test_drafts_are_chosen_as_the_draft_model_does(seed: int, only: Rule | None)
             if len(seated.drafts) <= j:
                 continue
             positions = [Positions(seated.sequence, proposed[seated.seat], j)]
-            mine = logits[row : row + 1].clone()
+            mine = edited(logits[row : row + 1], *positions)
             if seated.rule == Rule.GREEDY:
                 token = ops.argmax(mine)
             elif seated.rule == Rule.COUPLED:

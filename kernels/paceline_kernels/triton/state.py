@@ -16,13 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-COLUMNS: Final = 16  # of a sequence's row in `SequenceTable.facts`
+COLUMNS: Final = 20  # of a sequence's row in `SequenceTable.facts`
+MOST_EDITS: Final = 512  # of a request's logits, besides penalties; clients may bias 300 tokens
 UNKNOWN_END: Final = -1  # MATCH of a text whose end is not known yet, as of a prompt: the step that samples looks first
 FIRST_PASS_ROWS: Final = 2  # of each sequence in the draft model's first pass: see `draft_rows`
 
 
 class Column(enum.IntEnum):
-    """int32 each; TEMPERATURE, TOP_P, MIN_P and TYPICAL_P hold the bits of a float32."""
+    """int32 each; TEMPERATURE to TYPICAL_P and REPETITION to PRESENCE hold the bits of a float32."""
 
     COMPUTED = 0  # leading tokens that have target KV; in a decode all known tokens but the newest
     DRAFT_COMPUTED = 1  # leading tokens that have draft KV
@@ -37,6 +38,19 @@ class Column(enum.IntEnum):
     TYPICAL_P = 10
     DRAFTED = 11  # drafts of the draft model in the step that is being made, from its first pass on
     MATCH = 12  # tokens that agree with the text's end where its proposals come from; 0 without any, or UNKNOWN_END
+    EDITED = 13  # how many tokens have an `Edit`, and 1; 0 if nothing changes its logits, penalties neither
+    COUNTED = 14  # 1 if its tokens are counted, for penalties
+    REPETITION = 15
+    FREQUENCY = 16
+    PRESENCE = 17
+
+
+class Edit(enum.IntEnum):
+    """What a request changes of one token's logit, int32 each."""
+
+    TOKEN = 0
+    BIAS = 1  # the bits of a float32
+    FORBIDDEN_UNTIL = 2  # the text has so many tokens
 
 
 class Rule(enum.IntEnum):
@@ -66,7 +80,11 @@ class SequenceTable:
         block_tables: [seats, max_blocks] int32.
         proposals: what a text may go on with by its n-grams, [seats, max_depth + 1] int32.
         drafts: of the step that is being made, by the draft model, [seats, max_depth] int32.
-        probs: what they were drawn from, where they were drawn, [seats, max_depth, vocab] float32.
+        probs: what they were drawn from, where they were drawn, [seats, max_depth, vocab or 1] float32.
+        edits: of the logits of some tokens, by `Edit`, [seats, MOST_EDITS, 3] int32. What is behind those that a
+            sequence has is undefined.
+        counts: of its tokens, if they are counted: twice how often each stands in the completion, and 1 if it stands
+            in the text at all, [seats, vocab] int32; else undefined.
     """
 
     facts: Tensor
@@ -75,15 +93,25 @@ class SequenceTable:
     proposals: Tensor
     drafts: Tensor
     probs: Tensor
+    edits: Tensor
+    counts: Tensor
 
     @classmethod
     def allocate(
-        cls, seats: int, longest: int, max_blocks: int, max_depth: int, vocab: int, device: torch.device
+        cls,
+        seats: int,
+        longest: int,
+        max_blocks: int,
+        max_depth: int,
+        vocab: int,
+        device: torch.device,
+        *,
+        draws: bool = True,
     ) -> SequenceTable:
         """
         Args:
             longest: tokens of a text, and of drafts behind it.
-            vocab: of the drafts that are drawn; 1 if none are.
+            draws: drafts may be drawn.
         """
         depth = max(1, max_depth)
         return cls(
@@ -92,7 +120,9 @@ class SequenceTable:
             torch.zeros(seats, max_blocks, dtype=torch.int32, device=device),
             torch.zeros(seats, depth + 1, dtype=torch.int32, device=device),
             torch.zeros(seats, depth, dtype=torch.int32, device=device),
-            torch.zeros(seats, depth, vocab, device=device),
+            torch.zeros(seats, depth, vocab if draws else 1, device=device),
+            torch.zeros(seats, MOST_EDITS, len(Edit), dtype=torch.int32, device=device),
+            torch.zeros(seats, vocab, dtype=torch.int32, device=device),
         )
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline_kernels import reference_sampling
+from paceline_kernels.triton.edits import count_token, edit_row
 from paceline_kernels.triton.sampling import (
     HIGHEST,
     NUM_WARPS,
@@ -78,6 +79,8 @@ def choose_drafts(logits: Tensor, table: SequenceTable, step: StepInput, *, firs
         table.facts,
         table.drafts,
         table.probs,
+        table.counts,
+        table.edits,
         step.draft_seats,
         step.draft_depths,
         step.noise_key,
@@ -107,7 +110,19 @@ def judge(logits: Tensor, token_ids: Tensor, table: SequenceTable, step: StepInp
     shape = {"DEPTH": depth, "VOCAB": vocab, "BLOCK": block_of(vocab)}
     if rows:
         where = (step.logit_sequences, step.logit_starts)
-        _evaluate[(rows,)](logits, choices, *sequences, *where, VOCAB=vocab, BLOCK=shape["BLOCK"], num_warps=NUM_WARPS)
+        _evaluate[(rows,)](
+            logits,
+            choices,
+            table.counts,
+            table.edits,
+            token_ids,
+            *sequences,
+            step.query_starts,
+            *where,
+            VOCAB=vocab,
+            BLOCK=shape["BLOCK"],
+            num_warps=NUM_WARPS,
+        )
         _compare[(rows,)](
             logits,
             z,
@@ -132,6 +147,7 @@ def judge(logits: Tensor, token_ids: Tensor, table: SequenceTable, step: StepInp
             output.labels,
             output.broken,
             table.probs,
+            table.counts,
             token_ids,
             *sequences,
             step.num_read,
@@ -168,6 +184,7 @@ def _checked(logits: Tensor, table: SequenceTable) -> tuple[int, int]:
     assert logits.is_contiguous(), "the kernels see no strides"
     # Where nothing is ever drawn, the table has no room for what it would be drawn from.
     assert table.probs.shape[2] in (1, vocab), f"{vocab} tokens, {table.probs.shape[2]} in the table"
+    assert table.counts.shape[1] == vocab, f"{vocab} tokens, {table.counts.shape[1]} counted"
     return rows, vocab
 
 
@@ -217,6 +234,8 @@ def _choose(
     facts,
     drafts,
     probs,
+    counts,
+    edits,
     draft_seats,
     draft_depths,
     noise_key,
@@ -234,9 +253,11 @@ def _choose(
     if (seat >= 0) & (tl.load(draft_depths + i) > j):
         row = logits + i.to(tl.int64) * VOCAB
         rule = tl.load(fact + RULE)
+        length = tl.load(fact + COMPUTED) + 1
+        edit_row(row, fact, seat, counts, edits, length, drafts + seat * DEPTH, j, VOCAB, BLOCK)
         token = tl.zeros([], tl.int32)
         if rule <= COUPLED:
-            token = _chosen(row, fact, rule, tl.load(fact + COMPUTED) + 1 + j, VOCAB, BLOCK)
+            token = _chosen(row, fact, rule, length + j, VOCAB, BLOCK)
         else:
             q = _probs_of(probs, seat, j, DEPTH, VOCAB)
             _truncate(row, fact, VOCAB, BLOCK)
@@ -251,10 +272,14 @@ def _choose(
 def _evaluate(
     logits,
     choices,
+    counts,
+    edits,
+    token_ids,
     facts,
     seats,
     num_tokens,
     num_drafts,
+    query_starts,
     logit_sequences,
     logit_starts,
     VOCAB: tl.constexpr,
@@ -273,8 +298,12 @@ def _evaluate(
             fact = facts + seat * ROW
             rule = tl.load(fact + RULE)
             choice = tl.where(tl.abs(tl.load(row)) <= HIGHEST, 0, NO_CHOICE)
+            known = tl.load(num_tokens + i)
+            length, before = tl.load(fact + COMPUTED) + known, r - tl.load(logit_starts + i)
+            draft = token_ids + tl.load(query_starts + i) + known
+            edit_row(row, fact, seat, counts, edits, length, draft, before, VOCAB, BLOCK)
             if rule <= COUPLED:
-                position = tl.load(fact + COMPUTED) + tl.load(num_tokens + i) + r - tl.load(logit_starts + i)
+                position = length + before
                 choice = tl.where(choice == 0, _chosen(row, fact, rule, position, VOCAB, BLOCK), NO_CHOICE)
             else:
                 _truncate(row, fact, VOCAB, BLOCK)
@@ -353,6 +382,7 @@ def _decide(
     labels,
     broken,
     probs,
+    counts,
     token_ids,
     facts,
     seats,
@@ -450,11 +480,14 @@ def _decide(
                 j += 1
             j = tl.zeros([], tl.int32)
             while j < accepted:
-                tl.store(emitted + j, tl.load(draft + j).to(tl.int32))
-                tl.store(behind + j, tl.load(draft + j).to(tl.int32))
+                kept_token = tl.load(draft + j).to(tl.int32)
+                tl.store(emitted + j, kept_token)
+                tl.store(behind + j, kept_token)
+                count_token(fact, seat, counts, kept_token, VOCAB)
                 j += 1
             tl.store(emitted + accepted, final)
             tl.store(behind + accepted, final)
+            count_token(fact, seat, counts, final, VOCAB)
             # Of its drafts, the draft model has not read the last.
             read = tl.where(by_model & (read >= until), size + tl.minimum(depth - 1, accepted), read)
         tl.debug_barrier()

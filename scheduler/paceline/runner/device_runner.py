@@ -5,7 +5,7 @@
     result n      what was accepted comes back, and the mirrors of the sequences follow
 
 What a sequence's newest tokens are, the host learns a step late. Steps in which it has to know them before (grammars,
-penalties, logprobs) wait for the step before them.
+bad words, logprobs) wait for the step before them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Launched:
 
 
 class DeviceRunner:
-    """Implements `PipelinedRunner` for GPUs. Sequences whose logits only the model shapes run on the device alone; a
+    """Implements `PipelinedRunner` for GPUs. Sequences whose tokens the device can choose by itself run there alone; a
     step with any other is left to a `ModelRunner`, which also keeps the mirrors of all sequences.
 
     Args:
@@ -82,9 +82,9 @@ class DeviceRunner:
         self.host = host
         self._device = host.model.device
         max_blocks = -(-max_model_len // host.kv_cache.block_size) + 1
-        vocab = 1 if draft is None else host.model.config.vocab_size
         seats, longest = max_num_seqs + SPARE_SEATS, max_model_len + max_depth + 1
-        table = SequenceTable.allocate(seats, longest, max_blocks, max_depth, vocab, self._device)
+        vocab, draws = host.model.config.vocab_size, draft is not None
+        table = SequenceTable.allocate(seats, longest, max_blocks, max_depth, vocab, self._device, draws=draws)
         self._seats = Seats(table)
         self._passes = DevicePasses(
             ModelAndKV(host.model, host.kv_cache),
@@ -148,7 +148,7 @@ class DeviceRunner:
             if self.host.failure(work.request_id) is not None:
                 return False
             params = admitted.get(work.request_id)
-            if not (self._seats[work.request_id].plain if params is None else is_plain(params)):
+            if not (self._seats[work.request_id].plain if params is None else is_plain(params, self._seats.vocab)):
                 return False
         return True
 

@@ -70,11 +70,11 @@ def logits_bytes(rows: int, vocab: int) -> int:
     return 6 * rows * vocab
 
 
-def table_bytes(max_num_seqs: int, max_depth: int, max_model_len: int, drawn_vocab: int) -> int:
-    """Of what a GPU keeps of each sequence besides KV: its text, and the distributions that the drafts of a step were
-    drawn from until they are judged.
+def table_bytes(max_num_seqs: int, max_depth: int, max_model_len: int, vocab: int, *, draws: bool) -> int:
+    """Of what a GPU keeps of each sequence besides KV: its text, how often each token stands there, and the
+    distributions that the drafts of a step were drawn from until they are judged.
     """
-    return 4 * (max_num_seqs + SPARE_SEATS) * (max_model_len + max_depth * drawn_vocab)
+    return 4 * (max_num_seqs + SPARE_SEATS) * (max_model_len + vocab * (1 + max_depth * draws))
 
 
 def measure(models: Sequence[Model], step: LargestStep) -> Measured:

@@ -77,6 +77,11 @@ def temperature_of(sampling: SamplingParams) -> float:
     return 1.0 if sampling.greedy else min(max(sampling.temperature, SMALLEST_TEMPERATURE), LARGEST_TEMPERATURE)
 
 
+def repetition_of(sampling: SamplingParams) -> float:
+    """What logits of tokens in the text are divided by, or multiplied where they are negative."""
+    return min(max(sampling.repetition_penalty, SMALLEST_REPETITION), LARGEST_REPETITION)
+
+
 def temperatures(batch: Seq[Positions], device: torch.device) -> Tensor:
     """Of every row, [rows] float32: see `temperature_of`."""
     values: list[float] = []
@@ -195,8 +200,7 @@ def _penalise(logits: Tensor, edited: list[tuple[int, Positions]]) -> None:
         sampling = positions.params.sampling
         if positions.sequence.counts is None:
             continue
-        repetition = min(max(sampling.repetition_penalty, SMALLEST_REPETITION), LARGEST_REPETITION)
-        values = [repetition, sampling.frequency_penalty, sampling.presence_penalty]
+        values = [repetition_of(sampling), sampling.frequency_penalty, sampling.presence_penalty]
         for j in range(len(positions)):
             token_ids, count = positions.sequence.counts.behind(positions.behind(j))
             rows.append(np.full(len(token_ids), first_row + j))

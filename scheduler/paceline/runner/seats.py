@@ -14,8 +14,17 @@ from torch import Tensor
 from paceline.core.params import SequenceParams, Verification
 from paceline.core.sequence import Sequence
 from paceline.runner.positions import LOW_HALF
-from paceline.runner.sampler import temperature_of
-from paceline_kernels.triton.state import COLUMNS, UNKNOWN_END, Column, Rule, SequenceTable, float_bits
+from paceline.runner.sampler import repetition_of, temperature_of
+from paceline_kernels.triton.state import (
+    COLUMNS,
+    MOST_EDITS,
+    UNKNOWN_END,
+    Column,
+    Edit,
+    Rule,
+    SequenceTable,
+    float_bits,
+)
 
 RULES = {
     Verification.GREEDY: Rule.GREEDY,
@@ -25,10 +34,15 @@ RULES = {
 }
 
 
-def is_plain(params: SequenceParams) -> bool:
-    """Nothing but the model has to be asked for its logits, and nobody wants to see them."""
+def is_plain(params: SequenceParams, vocab: int) -> bool:
+    """Its tokens follow from logits, from counts and from edits that the table has room for, and nobody wants to see
+    logits.
+    """
+    sampling, constraints = params.sampling, params.constraints
+    asks = sampling.allowed_token_ids or constraints.bad_words or constraints.grammar is not None
     wants_logprobs = params.logprobs.completion is not None or params.logprobs.prompt is not None
-    return not (params.edits_logits or wants_logprobs)
+    # Where no token may stand, it is for the host to end the request.
+    return not (asks or wants_logprobs) and len(_edited(params)) <= min(MOST_EDITS, vocab - 1)
 
 
 class Seat:
@@ -40,18 +54,20 @@ class Seat:
         blocks_told, tokens_told: block ids that the table has; tokens that it has once all launched steps are through,
             and collected.
         plain: see `is_plain`.
+        edits: of single logits, in words, `Edit` by `Edit`.
     """
 
-    __slots__ = ("blocks_told", "constants", "index", "plain", "sequence", "stale", "tokens_told")
+    __slots__ = ("blocks_told", "constants", "edits", "index", "plain", "sequence", "stale", "tokens_told")
 
-    def __init__(self, index: int, sequence: Sequence) -> None:
+    def __init__(self, index: int, sequence: Sequence, vocab: int) -> None:
         params = sequence.params
         self.index = index
         self.sequence = sequence
         self.stale = True
         self.blocks_told = 0
         self.tokens_told = 0
-        self.plain = is_plain(params)
+        self.plain = is_plain(params, vocab)
+        self.edits = _edits(sequence) if self.plain else []
         self.constants = _constants(params)
 
 
@@ -60,6 +76,7 @@ class Seats:
 
     def __init__(self, table: SequenceTable) -> None:
         self.table = table
+        self.vocab = table.counts.shape[1]
         self._free = list(range(len(table.facts)))[::-1]
         self._taken: dict[int, Seat] = {}
 
@@ -67,14 +84,14 @@ class Seats:
         return self._taken[request_id]
 
     def take(self, sequence: Sequence) -> None:
-        self._taken[sequence.request_id] = Seat(self._free.pop(), sequence)
+        self._taken[sequence.request_id] = Seat(self._free.pop(), sequence, self.vocab)
 
     def leave(self, request_id: int) -> None:
         self._free.append(self._taken.pop(request_id).index)
 
     def tell(self, seats: Seq[Seat]) -> Tensor | None:
         """Write to the table what it does not know of these sequences: new blocks; of those stale, for which nothing is
-        launched, facts and new tokens.
+        launched, facts, new tokens, edits and counts.
 
         Returns:
             The places of those, on the device; None without any.
@@ -92,6 +109,10 @@ class Seats:
             facts = np.stack([_facts(seat) for seat in stale])
             places = _send(np.array([seat.index for seat in stale]), table.facts.device)
             table.facts[places] = _send(facts, table.facts.device)
+            if edited := [(seat.index, 0, seat.edits) for seat in stale if seat.edits]:
+                _write(table.edits.flatten(1), edited)
+            if counted := [seat for seat in stale if seat.plain and seat.sequence.counts is not None]:
+                _count(table.counts, counted)
         # Where memory ends meanwhile, all of it is told again.
         for seat in grown:
             seat.blocks_told = len(seat.sequence.block_ids)
@@ -111,10 +132,45 @@ def _write(table: Tensor, values: Iterable[tuple[int, int, list[int]]]) -> None:
     table[there[0], there[1]] = there[2].to(table.dtype)
 
 
+def _count(counts: Tensor, seats: Seq[Seat]) -> None:
+    """All tokens of these texts, anew."""
+    rows, token_ids, values = [], [], []
+    for seat in seats:
+        assert seat.sequence.counts is not None
+        own, times = seat.sequence.counts.behind(())
+        rows.append(np.full(len(own), seat.index))
+        token_ids.append(own)
+        values.append(2 * times.astype(np.int64) + 1)
+    places = _send(np.array([seat.index for seat in seats]), counts.device)
+    there = _send(np.stack([np.concatenate(part) for part in (rows, token_ids, values)]), counts.device)  # [3, n]
+    counts[places] = 0
+    counts[there[0], there[1]] = there[2].to(counts.dtype)
+
+
 def _send(array: NDArray[Any], device: torch.device) -> Tensor:
     """To the device, by memory that it can read itself: from other memory it would be waited for."""
     here = torch.from_numpy(array)
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
+
+
+def _edited(params: SequenceParams) -> set[int]:
+    """Tokens whose logits are edited one by one."""
+    forbidden = params.constraints.stop_token_ids if params.constraints.min_tokens else ()
+    return {*forbidden, *(token for token, _ in params.sampling.logit_bias)}
+
+
+def _edits(sequence: Sequence) -> list[int]:
+    params = sequence.params
+    biases, shortest = dict(params.sampling.logit_bias), params.constraints.min_tokens
+    forbidden = set(params.constraints.stop_token_ids) if shortest else ()
+    words: list[int] = []
+    for token in sorted(_edited(params)):
+        edit = [0] * len(Edit)
+        edit[Edit.TOKEN] = token
+        edit[Edit.BIAS] = float_bits(biases.get(token, 0.0))
+        edit[Edit.FORBIDDEN_UNTIL] = sequence.num_prompt_tokens + shortest if token in forbidden else 0
+        words += edit
+    return words
 
 
 def _constants(params: SequenceParams) -> list[int]:
@@ -131,6 +187,11 @@ def _constants(params: SequenceParams) -> list[int]:
     row[Column.TOP_P] = float_bits(sampling.top_p)
     row[Column.MIN_P] = float_bits(sampling.min_p)
     row[Column.TYPICAL_P] = float_bits(sampling.typical_p)
+    row[Column.EDITED] = 1 + len(_edited(params)) if params.edits_logits else 0
+    row[Column.COUNTED] = int(sampling.penalised)
+    row[Column.REPETITION] = float_bits(repetition_of(sampling))
+    row[Column.FREQUENCY] = float_bits(sampling.frequency_penalty)
+    row[Column.PRESENCE] = float_bits(sampling.presence_penalty)
     return row
 
 
