@@ -45,7 +45,7 @@ class Scale:
         depths: of speculation; auto and 0 are among them.
         batches: (streams, context) of decodes.
         draft_depths: between which draft passes are counted.
-        company: streams, one of which the host has to sample.
+        company: streams, one of which asks for more than the others.
         peer_streams: beside transformers.
     """
 

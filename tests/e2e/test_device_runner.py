@@ -29,6 +29,7 @@ from paceline.core.plan import SequenceResult, StepPlan
 from paceline.engine import Engine, GenerationRequest, Output, StepLoop
 from paceline.errors import FailedPrecondition
 from paceline.runner import ModelRunner
+from paceline.runner.device_passes import DevicePasses
 from paceline.runner.device_runner import DeviceRunner
 from paceline.runner.device_step import Part
 from paceline.runner.seats import is_plain
@@ -161,9 +162,9 @@ EDITS: list[tuple[SamplingParams, Method, int]] = [
 def test_edited_logits_need_no_host(
     engine: Engine, oracle: Engine, monkeypatch: pytest.MonkeyPatch, beside: LogprobsParams | None
 ) -> None:
-    """Beside one that does, for a while, they go there and come back."""
+    """Beside one that does, for a while, they go there and come back; for its forwards, steps are replayed."""
     steps: Counter[str] = Counter()
-    launch, compute = DeviceRunner._launch, ModelRunner.compute
+    launch, compute, logits_of = DeviceRunner._launch, ModelRunner.compute, DevicePasses.logits
 
     def on_device(runner: DeviceRunner, plan: StepPlan) -> Any:
         steps["device"] += 1
@@ -172,6 +173,10 @@ def test_edited_logits_need_no_host(
     def on_host(runner: ModelRunner, plan: StepPlan) -> Any:
         steps["host"] += bool(plan.work)
         return compute(runner, plan)
+
+    def replayed(passes: DevicePasses, *args: Any) -> Any:
+        steps["replayed"] += 1
+        return logits_of(passes, *args)
 
     requests = [
         replace(request(i, *what), stop=StopParams(max_tokens=9, ignore_eos=True)) for i, what in enumerate(EDITS)
@@ -187,12 +192,14 @@ def test_edited_logits_need_no_host(
     with monkeypatch.context() as patch:
         patch.setattr(DeviceRunner, "_launch", on_device)
         patch.setattr(ModelRunner, "compute", on_host)
+        patch.setattr(DevicePasses, "logits", replayed)
         found = generate(engine, requests)
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]
     assert len(found[0].token_ids) >= 4
     assert sum(text.accepted for text in found) > 0
     assert steps["device"] > 3
     assert (steps["host"] > 1) == (beside is not None)
+    assert steps["replayed"] == steps["host"]
 
 
 @pytest.mark.parametrize("vocab", [3, 600])

@@ -69,6 +69,7 @@ class Seated:
     samples: bool
     draft_computed: int = 0
     num_read: int = 0
+    is_judged: bool = True
 
     @property
     def computed(self) -> int:
@@ -120,7 +121,8 @@ def random_seated(rng: np.random.Generator, seat: int, only: Rule | None) -> Sea
     # The draft model has read nearly all, and reads on: too little now and then.
     draft_computed = max(0, len(text) - int(rng.integers(0, 6)))
     num_read = int(rng.integers(0, 4))
-    return Seated(seat, rule, sequence, num_tokens, drafts, one_hot, samples, draft_computed, num_read)
+    is_judged = only is not None or bool(rng.random() < 0.8)
+    return Seated(seat, rule, sequence, num_tokens, drafts, one_hot, samples, draft_computed, num_read, is_judged)
 
 
 def fact_row(seated: Seated) -> Tensor:
@@ -194,6 +196,7 @@ def make_step(batch: Seq[Seated], noise_key: Seq[int], padding: int = 2) -> Step
     fill(step.num_drafts, [len(s.drafts) for s in batch], 0)
     fill(step.num_read, [s.num_read for s in batch], 0)
     fill(step.one_hot, [s.one_hot for s in batch], 0)
+    fill(step.is_judged, [s.is_judged for s in batch], 0)
     fill(step.query_starts, np.cumsum([0, *lengths]).tolist(), sum(lengths))
     fill(step.logit_starts, np.cumsum([0, *num_logits]).tolist(), sum(num_logits))
     fill(step.row_sequences, np.repeat(range(len(batch)), lengths).tolist(), -1)
@@ -294,10 +297,16 @@ def test_judge_is_the_rules_of_the_runner(seed: int, only: Rule | None) -> None:
         torch.full((StepOutput.size(NUM_SEQS, DEPTH),), POISON, dtype=torch.int32, device=DEVICE), NUM_SEQS, DEPTH
     )
     facts, kept, texts, counts = table.facts.clone(), table.probs.clone(), table.texts.cpu(), table.counts.cpu().clone()
-    judge(logits.to(DEVICE, copy=True), token_ids.to(DEVICE), table, step, output)
+    there = logits.to(DEVICE, copy=True)
+    judge(there, token_ids.to(DEVICE), table, step, output)
     wanted = facts.cpu()
     key = step.noise_key.cpu()
     for i, (seated, start, q) in enumerate(zip(batch, starts, drawn, strict=False)):
+        rows = slice(start, start + (len(seated.drafts) + 1) * seated.samples)
+        if not seated.is_judged:
+            assert output.num_accepted[i] == 0
+            assert torch.equal(there[rows].cpu(), logits[rows]), "the host is to see them"
+            continue
         row = wanted[seated.seat]
         row[Column.COMPUTED] += seated.num_tokens
         by_model = bool(seated.drafts) and not seated.one_hot

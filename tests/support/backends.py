@@ -68,5 +68,6 @@ class OnDevice:
                 cache.copy_(other)
         return hidden.cpu()
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        assert out is None
         return self._model.logits(hidden.to(DEVICE)).cpu()

@@ -349,11 +349,14 @@ class Decoder:
         )
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] float32."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, hidden] -> [rows, vocab] float32; in `out`, if that is given."""
         assert hidden.dtype == self.dtype, f"{hidden.dtype} for a decoder of {self.dtype}"
         hidden = hidden.contiguous()
-        out = torch.empty(len(hidden), self.vocab)
+        if out is None:
+            out = torch.empty(len(hidden), self.vocab)
+        assert out.shape == (len(hidden), self.vocab), f"{tuple(out.shape)} for {len(hidden)} rows"
+        assert out.is_contiguous(), "the kernels see no strides"
         self._library.paceline_logits(
             self._bf16, self._handle, hidden.data_ptr(), len(hidden), torch.get_num_threads(), out.data_ptr()
         )

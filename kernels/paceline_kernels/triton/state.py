@@ -139,6 +139,7 @@ class StepInput:
         num_read: tokens that the draft model reads at most, besides those it drafts from, [num_seqs].
         one_hot: its drafts are its proposals, and not drawn, [num_seqs]: 0 or 1.
         looks_up: n-grams are looked up behind it, [num_seqs]: 0 or 1.
+        is_judged: the device chooses its tokens, [num_seqs]: 0 or 1. Of others there are logits, and nothing moves on.
         query_starts: rows of sequence i are query_starts[i]:query_starts[i + 1], [num_seqs + 1].
         logit_starts: its rows of logits, likewise; none if it does not sample.
         row_sequences: to which sequence each row belongs, [num_rows], -1 for padding.
@@ -162,6 +163,7 @@ class StepInput:
     num_read: Tensor
     one_hot: Tensor
     looks_up: Tensor
+    is_judged: Tensor
     query_starts: Tensor
     logit_starts: Tensor
     row_sequences: Tensor
@@ -179,7 +181,7 @@ class StepInput:
 
     @staticmethod
     def _lengths(most_seqs: int, num_seqs: int, num_rows: int) -> list[int]:
-        return [*[most_seqs] * 4, most_seqs + 1, 4, *[num_seqs] * 6, *[num_seqs + 1] * 2, *[num_rows] * 2]
+        return [*[most_seqs] * 4, most_seqs + 1, 4, *[num_seqs] * 7, *[num_seqs + 1] * 2, *[num_rows] * 2]
 
 
 @dataclass(frozen=True, slots=True)

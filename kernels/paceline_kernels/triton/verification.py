@@ -95,7 +95,8 @@ def choose_drafts(logits: Tensor, table: SequenceTable, step: StepInput, *, firs
 def judge(logits: Tensor, token_ids: Tensor, table: SequenceTable, step: StepInput, output: StepOutput) -> None:
     """Decide what each sequence emits, and move it on in the table.
 
-    Both columns move that say what the models have computed; a sequence without rows of logits emits nothing.
+    Both columns move that say what the models have computed; a sequence without rows of logits emits nothing. Those
+    that are not judged stay as they are, and so do their logits.
 
     Args:
         logits: [rows, vocab] float32, row r for `step.logit_sequences[r]`; overwritten.
@@ -105,7 +106,7 @@ def judge(logits: Tensor, token_ids: Tensor, table: SequenceTable, step: StepInp
     num_seqs, depth = step.seats.shape[0], table.drafts.shape[1]
     choices = torch.empty(max(1, rows), dtype=torch.int32, device=logits.device)
     z = torch.empty(max(1, rows), dtype=torch.float32, device=logits.device)
-    sequences = (table.facts, step.seats, step.num_tokens, step.num_drafts)
+    sequences = (table.facts, step.seats, step.is_judged, step.num_tokens, step.num_drafts)
     width = output.labels.shape[1]
     shape = {"DEPTH": depth, "VOCAB": vocab, "BLOCK": block_of(vocab)}
     if rows:
@@ -277,6 +278,7 @@ def _evaluate(
     token_ids,
     facts,
     seats,
+    is_judged,
     num_tokens,
     num_drafts,
     query_starts,
@@ -293,7 +295,7 @@ def _evaluate(
     i = tl.load(logit_sequences + r)
     if i >= 0:
         seat = tl.load(seats + i)
-        if seat >= 0:
+        if (seat >= 0) & (tl.load(is_judged + i) != 0):
             row = logits + r.to(tl.int64) * VOCAB
             fact = facts + seat * ROW
             rule = tl.load(fact + RULE)
@@ -320,6 +322,7 @@ def _compare(
     token_ids,
     facts,
     seats,
+    is_judged,
     num_tokens,
     num_drafts,
     one_hot,
@@ -338,7 +341,8 @@ def _compare(
         seat = tl.load(seats + i)
         first = tl.load(logit_starts + i)
         j = r - first
-        if (seat >= 0) & (j < tl.load(num_drafts + i)) & (tl.load(one_hot + i) == 0):
+        drawn = (j < tl.load(num_drafts + i)) & (tl.load(one_hot + i) == 0)
+        if (seat >= 0) & (tl.load(is_judged + i) != 0) & drawn:
             rule = tl.load(facts + seat * ROW + RULE)
             if rule >= TOKEN_WISE:
                 weight = tl.full([], 1.0, tl.float32)
@@ -386,6 +390,7 @@ def _decide(
     token_ids,
     facts,
     seats,
+    is_judged,
     num_tokens,
     num_drafts,
     num_read,
@@ -406,7 +411,7 @@ def _decide(
     seat = tl.load(seats + i)
     accepted = tl.zeros([], tl.int32)
     is_broken = tl.zeros([], tl.int32)
-    if seat >= 0:
+    if (seat >= 0) & (tl.load(is_judged + i) != 0):
         fact = facts + seat * ROW
         known = tl.load(num_tokens + i)
         first = tl.load(logit_starts + i)

@@ -118,9 +118,10 @@ class Decoder:
             return ops.rms_norm(hidden, self._norm, eps)
         return ops.add_rms_norm(added, hidden, self._norm, eps)[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Rows that `forward` returned, [rows, hidden], to [rows, vocab] float32."""
-        return self._ops.linear(hidden, self._head).float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rows that `forward` returned, [rows, hidden], to [rows, vocab] float32; in `out`, if that is given."""
+        logits = self._ops.linear(hidden, self._head)
+        return logits.float() if out is None else out.copy_(logits)
 
     def slots(self) -> dict[str, Slot]:
         """For every tensor of a checkpoint, by its name there, where it belongs."""

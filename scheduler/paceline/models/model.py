@@ -38,6 +38,6 @@ class Model(Protocol):
         """Run all layers over the rows of a batch, mutating the pages -> hidden states, [num_tokens, hidden]."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Rows that `forward` returned, [rows, hidden], to [rows, vocab] float32."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rows that `forward` returned, [rows, hidden], to [rows, vocab] float32; in `out`, if that is given."""
         ...

@@ -67,6 +67,8 @@ class DevicePasses:
         }
         self.stage = Stage(device, most, max(max_num_batched_tokens, ROW_BUCKETS[-1]))
         self._output = torch.zeros(StepOutput.size(most, max_depth), dtype=torch.int32, device=device)
+        # Of the last step that was replayed, for who chooses tokens otherwise.  # [most rows, vocab]
+        self._logits = torch.zeros(self.sizes.most_logits, target.model.config.vocab_size, device=device)
 
     @property
     def output_words(self) -> int:
@@ -112,6 +114,14 @@ class DevicePasses:
         else:
             self._forward_and_judge(sent, step.size)
 
+    def logits(self, sent: StepInput, step: DeviceStep) -> Tensor:
+        """The forward alone, of a step of a recorded size in which nobody is judged -> [rows of logits, vocab] float32,
+        the caller's until the next step.
+        """
+        assert step.replayed
+        self.verify(sent, step)
+        return self._logits[: step.num_logits]
+
     def bring_back(self, landing: Tensor, num_seqs: int) -> None:
         """Copy the output of the last step to the host, as soon as it is there."""
         size = StepOutput.size(num_seqs, self._max_depth)
@@ -154,7 +164,9 @@ class DevicePasses:
         if size.num_logits is not None:
             hidden = hidden[logit_rows(sent, size.num_logits)]
         output = self.read(self._output, len(sent.seats))
-        judge(model.logits(hidden), token_ids, self._table, sent, output)
+        # Larger steps are not recorded, and ask for more.
+        kept = self._logits[: len(hidden)] if len(hidden) <= len(self._logits) else None
+        judge(model.logits(hidden, kept), token_ids, self._table, sent, output)
         if self._looks_up:
             score_and_look_up(self._table, sent, output, LONGEST_NGRAM, LONGEST_MATCH)
 

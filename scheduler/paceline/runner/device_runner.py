@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.method import NGRAM
-from paceline.core.plan import Done, Pending, SequenceResult, StepPlan, StepResult
+from paceline.core.plan import Done, Pending, SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.errors import NotFinite
 from paceline.runner.device_passes import DevicePasses, ModelAndKV
 from paceline.runner.device_step import DeviceStep, Part
 from paceline.runner.marks import Marks
 from paceline.runner.memory import SPARE_SEATS, give_back
-from paceline.runner.model_runner import ModelRunner
+from paceline.runner.model_runner import Batch, ModelRunner
 from paceline.runner.seats import Seats, is_plain
 from paceline.runner.stage import MAX_LAUNCHED, pinned
 from paceline_kernels.triton.state import SequenceTable
@@ -100,6 +100,7 @@ class DeviceRunner:
         self._launched: deque[_Launched] = deque()
         self._turn = 0  # of the steps that may be under way
         self._lock = threading.RLock()  # launches and results come from different threads
+        host.replay = self._replay
 
     def record(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Record steps of every size ahead of the first that needs it; see `DevicePasses.record`."""
@@ -127,9 +128,9 @@ class DeviceRunner:
         # Nothing is launched now, and nobody waits for the lock.
         if on_device:
             give_back(self._device)
+            self._mark_stale(plan)  # how far the device came, nobody knows
         result = self.host.compute(plan)
-        for work in plan.work:
-            self._seats[work.request_id].stale = True
+        self._mark_stale(plan)
         return Done(result)
 
     def collect(self, launched: _Launched) -> StepResult:
@@ -140,6 +141,10 @@ class DeviceRunner:
                 while launched.step is None:
                     self._finish_oldest()
         return launched.step
+
+    def _mark_stale(self, plan: StepPlan) -> None:
+        for work in plan.work:
+            self._seats[work.request_id].stale = True
 
     def _on_device(self, plan: StepPlan) -> bool:
         """No sequence of the plan needs the host to shape its logits or to look at them."""
@@ -182,6 +187,26 @@ class DeviceRunner:
         launched = _Launched(self, plan.step_id, parts, landing, step.size.num_seqs, marks)
         self._launched.append(launched)
         return launched
+
+    def _replay(self, batch: Batch) -> Tensor | None:
+        """The logits of a step of the host's, if it has a recorded size and nobody asks for more of its forward."""
+        if any([sequence.params.logprobs.prompt is not None for sequence, _, _ in batch]):
+            return None
+        # Whoever has drafted: they lie with what n-grams propose, and the draft model has read what it had to.
+        works = [
+            SequenceWork(work.request_id, work.num_tokens, work.samples, len(draft.token_ids), NGRAM)
+            for _, work, draft in batch
+        ]
+        parts = [Part(self._seats[work.request_id], work) for work in works]
+        step = DeviceStep(parts, self._passes.sizes)
+        if not step.replayed:
+            return None
+        self._seats.tell([part.seat for part in parts])
+        self._seats.propose((part.seat, draft.token_ids) for part, (_, _, draft) in zip(parts, batch, strict=True))
+        self._turn = (self._turn + 1) % MAX_LAUNCHED
+        stage, size = self._passes.stage, (step.size.num_seqs, step.size.num_rows)
+        step.lay_out(stage.begin(self._turn, *size), (0, 0, 0, 0), judged=False)
+        return self._passes.logits(stage.send(self._turn, *size), step)
 
     # -- results ------------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ class DeviceStep:
         num_read: rows of those, room that no run needs included.
         size: of the forward, padding included.
         replayed: that is a recorded size.
+        num_logits: rows of logits, without padding.
     """
 
     def __init__(self, parts: Sequence[Part], sizes: StepSizes) -> None:
@@ -60,15 +61,15 @@ class DeviceStep:
         decodes = all(work.samples and work.num_tokens == 1 for work in works)
         recorded = sizes.of(len(works), num_rows, longest, decodes)
         self.replayed = recorded is not None
-        logits = None if decodes else max(1, sum(work.num_drafts + 1 for work in works if work.samples))
-        self.size = recorded or Size(len(works), num_rows, longest, logits)
+        self.num_logits = sum(work.num_drafts + 1 for work in works if work.samples)
+        self.size = recorded or Size(len(works), num_rows, longest, None if decodes else max(1, self.num_logits))
 
     @property
     def depths(self) -> list[int]:
         """Of those that draft by the draft model, in their order."""
         return [part.work.num_drafts for part in self.drafting]
 
-    def lay_out(self, arrays: StepArrays, noise_key: Sequence[int]) -> None:
+    def lay_out(self, arrays: StepArrays, noise_key: Sequence[int], *, judged: bool = True) -> None:
         """Fill in what the device has to be told, in front of the padding."""
         parts, count = self.parts, len(self.parts)
         known = np.array([part.work.num_tokens for part in parts], dtype=np.int32)
@@ -81,6 +82,7 @@ class DeviceStep:
         arrays.num_read[:count] = [part.num_read for part in parts]
         arrays.one_hot[:count] = [part.work.method is not DRAFT_MODEL for part in parts]
         arrays.looks_up[:count] = [part.work.scores_ngram for part in parts]
+        arrays.is_judged[:count] = judged
         for starts, lengths in ((arrays.query_starts, rows), (arrays.logit_starts, logits)):
             np.cumsum(lengths, out=starts[1 : count + 1])
             starts[count + 1 :] = starts[count]

@@ -54,6 +54,11 @@ class StepSizes:
         self.sequences = (*(size for size in SEQUENCE_BUCKETS if size < self.most), self.most)
         self._mixed_sequences = (*(size for size in MIXED_SEQUENCE_BUCKETS if size < self.most), self.most)
 
+    @property
+    def most_logits(self) -> int:
+        """Rows of logits of any of them."""
+        return max(size.num_logits or size.num_rows for size in self.all())
+
     def of(self, num_seqs: int, num_rows: int, longest: int, decodes: bool) -> Size | None:
         """The smallest that holds such a step, whose sequences all decode or not; None if none does."""
         seqs = bucket(num_seqs, self.sequences if decodes else self._mixed_sequences)

@@ -120,6 +120,12 @@ class Seats:
             seat.tokens_told, seat.stale = len(seat.sequence), False
         return places
 
+    def propose(self, drafts: Iterable[tuple[Seat, list[int]]]) -> None:
+        """Write to the table what the host proposes, where proposals of n-grams lie."""
+        proposed = [(seat.index, 0, token_ids) for seat, token_ids in drafts if token_ids]
+        if proposed:
+            _write(self.table.proposals, proposed)
+
 
 def _write(table: Tensor, values: Iterable[tuple[int, int, list[int]]]) -> None:
     """Into rows of a table on the device, each from a column on: (row, column, values)."""

@@ -24,6 +24,7 @@ class StepArrays:
         self.num_read = _array(step.num_read)
         self.one_hot = _array(step.one_hot)
         self.looks_up = _array(step.looks_up)
+        self.is_judged = _array(step.is_judged)
         self.query_starts = _array(step.query_starts)
         self.logit_starts = _array(step.logit_starts)
         self.row_sequences = _array(step.row_sequences)
@@ -37,11 +38,11 @@ class StepArrays:
 
     def clear(self) -> None:
         """Fill in what stands for padding: a step in which nothing happens."""
-        for array in (self.num_tokens, self.num_drafts, self.num_read, self.one_hot, self.looks_up, self.draft_depths):
+        for array in (self.num_tokens, self.num_drafts, self.num_read, self.one_hot, self.looks_up, self.is_judged):
             array.fill(0)
         for array in (self.seats, self.row_sequences, self.logit_sequences, self.draft_seats, self.read_seats):
             array.fill(-1)
-        for array in (self.query_starts, self.logit_starts, self.read_starts, self.read_until):
+        for array in (self.query_starts, self.logit_starts, self.read_starts, self.read_until, self.draft_depths):
             array.fill(0)
 
 
