@@ -162,21 +162,22 @@ EDITS: list[tuple[SamplingParams, Method, int]] = [
 def test_edited_logits_need_no_host(
     engine: Engine, oracle: Engine, monkeypatch: pytest.MonkeyPatch, beside: LogprobsParams | None
 ) -> None:
-    """Beside one that does, for a while, they go there and come back; for its forwards, steps are replayed."""
+    """Beside one that does, for a while, they stay on the device, and wait for it."""
     steps: Counter[str] = Counter()
     launch, compute, logits_of = DeviceRunner._launch, ModelRunner.compute, DevicePasses.logits
 
-    def on_device(runner: DeviceRunner, plan: StepPlan) -> Any:
+    def on_device(runner: DeviceRunner, *args: Any) -> Any:
         steps["device"] += 1
-        return launch(runner, plan)
+        return launch(runner, *args)
 
-    def on_host(runner: ModelRunner, plan: StepPlan) -> Any:
+    def on_host(runner: ModelRunner, plan: StepPlan, *logits_of: Any) -> Any:
         steps["host"] += bool(plan.work)
-        return compute(runner, plan)
+        return compute(runner, plan, *logits_of)
 
-    def replayed(passes: DevicePasses, *args: Any) -> Any:
-        steps["replayed"] += 1
-        return logits_of(passes, *args)
+    def together(passes: DevicePasses, first: int, end: int) -> Any:
+        steps["together"] += 1
+        steps["of the host"] += end - first
+        return logits_of(passes, first, end)
 
     requests = [
         replace(request(i, *what), stop=StopParams(max_tokens=9, ignore_eos=True)) for i, what in enumerate(EDITS)
@@ -192,14 +193,15 @@ def test_edited_logits_need_no_host(
     with monkeypatch.context() as patch:
         patch.setattr(DeviceRunner, "_launch", on_device)
         patch.setattr(ModelRunner, "compute", on_host)
-        patch.setattr(DevicePasses, "logits", replayed)
+        patch.setattr(DevicePasses, "logits", together)
         found = generate(engine, requests)
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]
     assert len(found[0].token_ids) >= 4
     assert sum(text.accepted for text in found) > 0
     assert steps["device"] > 3
     assert (steps["host"] > 1) == (beside is not None)
-    assert steps["replayed"] == steps["host"]
+    assert steps["together"] == steps["host"]
+    assert steps["of the host"] == (0 if beside is None else 3), "a row of its own for each token"
 
 
 @pytest.mark.parametrize("vocab", [3, 600])
@@ -222,7 +224,7 @@ def test_steps_of_the_host_sample_by_the_same_kernels(
         request(0, GREEDY, Method.DRAFT_MODEL, 3, logprobs=wanted),
         request(1, SamplingParams(seed=7, **cuts), Method.DRAFT_MODEL, 2, logprobs=wanted),
         request(2, SamplingParams(seed=8), Method.NONE, 0),
-        request(3, SamplingParams(**cuts), Method.DRAFT_MODEL, 2),
+        request(3, SamplingParams(**cuts), Method.DRAFT_MODEL, 2, logprobs=wanted),
     ]
     launched: list[str] = []
     launch = triton_sampling._launch
@@ -321,8 +323,8 @@ class Mirrors:
         launch, commit, tables = runner._launch, runner._commit, runner._seats.table
         seen: dict[int, tuple[torch.Tensor, ...]] = {}
 
-        def launched(plan: StepPlan) -> object:
-            step = launch(plan)
+        def launched(plan: StepPlan, *parts: Any) -> object:
+            step = launch(plan, *parts)
             for part in step.parts:
                 seen[id(part)] = tuple(
                     table.clone() for table in (tables.facts, tables.texts, tables.proposals, tables.counts)
@@ -431,13 +433,13 @@ def test_the_warm_up_takes_both_ways(pair: tuple[Path, Path], monkeypatch: pytes
     launched: set[tuple[str, bool, bool]] = set()
     launch, compute, launch_kernel = DeviceRunner._launch, ModelRunner.compute, triton_sampling._launch
 
-    def on_device(runner: DeviceRunner, plan: StepPlan) -> Any:
+    def on_device(runner: DeviceRunner, *args: Any) -> Any:
         steps["device"] += 1
-        return launch(runner, plan)
+        return launch(runner, *args)
 
-    def on_host(runner: ModelRunner, plan: StepPlan) -> Any:
+    def on_host(runner: ModelRunner, plan: StepPlan, *logits_of: Any) -> Any:
         steps["host"] += bool(plan.work)
-        return compute(runner, plan)
+        return compute(runner, plan, *logits_of)
 
     def launches(kernel: Any, *args: Any, **constants: bool) -> None:
         launched.add((kernel.__name__, constants.get("TRUNCATE", False), constants.get("NORMALISE", False)))

@@ -67,7 +67,7 @@ class DevicePasses:
         }
         self.stage = Stage(device, most, max(max_num_batched_tokens, ROW_BUCKETS[-1]))
         self._output = torch.zeros(StepOutput.size(most, max_depth), dtype=torch.int32, device=device)
-        # Of the last step that was replayed, for who chooses tokens otherwise.  # [most rows, vocab]
+        # Of the last step, if it has no more rows, for who chooses tokens otherwise.  # [most rows, vocab]
         self._logits = torch.zeros(self.sizes.most_logits, target.model.config.vocab_size, device=device)
 
     @property
@@ -114,13 +114,16 @@ class DevicePasses:
         else:
             self._forward_and_judge(sent, step.size)
 
-    def logits(self, sent: StepInput, step: DeviceStep) -> Tensor:
-        """The forward alone, of a step of a recorded size in which nobody is judged -> [rows of logits, vocab] float32,
-        the caller's until the next step.
+    @property
+    def most_logits(self) -> int:
+        """Rows of logits of a step that `logits` can tell of, at most."""
+        return len(self._logits)
+
+    def logits(self, first: int, end: int) -> Tensor:
+        """Rows of the last step, as the model computed them where nobody was judged, [end - first, vocab] float32; the
+        caller's until the next step.
         """
-        assert step.replayed
-        self.verify(sent, step)
-        return self._logits[: step.num_logits]
+        return self._logits[first:end]
 
     def bring_back(self, landing: Tensor, num_seqs: int) -> None:
         """Copy the output of the last step to the host, as soon as it is there."""
@@ -164,7 +167,6 @@ class DevicePasses:
         if size.num_logits is not None:
             hidden = hidden[logit_rows(sent, size.num_logits)]
         output = self.read(self._output, len(sent.seats))
-        # Larger steps are not recorded, and ask for more.
         kept = self._logits[: len(hidden)] if len(hidden) <= len(self._logits) else None
         judge(model.logits(hidden, kept), token_ids, self._table, sent, output)
         if self._looks_up:

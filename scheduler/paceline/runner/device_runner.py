@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -27,7 +28,7 @@ from paceline.runner.device_passes import DevicePasses, ModelAndKV
 from paceline.runner.device_step import DeviceStep, Part
 from paceline.runner.marks import Marks
 from paceline.runner.memory import SPARE_SEATS, give_back
-from paceline.runner.model_runner import Batch, ModelRunner
+from paceline.runner.model_runner import Batch, Entry, LogitsOf, ModelRunner
 from paceline.runner.seats import Seats, is_plain
 from paceline.runner.stage import MAX_LAUNCHED, pinned
 from paceline_kernels.triton.state import SequenceTable
@@ -60,7 +61,8 @@ class _Launched:
 
 class DeviceRunner:
     """Implements `PipelinedRunner` for GPUs. Sequences whose tokens the device can choose by itself run there alone; a
-    step with any other is left to a `ModelRunner`, which also keeps the mirrors of all sequences.
+    step with any other waits for a `ModelRunner`, which chooses the tokens of those by the logits that the device has
+    computed for all. It also keeps the mirrors of all sequences.
 
     Args:
         host: on the same GPU.
@@ -100,7 +102,6 @@ class DeviceRunner:
         self._launched: deque[_Launched] = deque()
         self._turn = 0  # of the steps that may be under way
         self._lock = threading.RLock()  # launches and results come from different threads
-        host.replay = self._replay
 
     def record(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Record steps of every size ahead of the first that needs it; see `DevicePasses.record`."""
@@ -115,23 +116,16 @@ class DeviceRunner:
         with self._lock:
             while len(self._launched) >= MAX_LAUNCHED:
                 self._finish_oldest()
-            on_device = bool(plan.work) and self._on_device(plan)
-            if not on_device:
+            asking = self._asking(plan)
+            if asking or not plan.work:
                 self._finish_all()
             self._begin(plan)
-            if on_device:
-                try:
-                    return self._launch(plan)
-                except torch.OutOfMemoryError as error:
-                    logger.warning("out of memory in a step of %d requests: %s", len(plan.work), str(error))
-                self._finish_all()
+            if plan.work and not asking:
+                launched = self._try_launch(plan, [Part(self._seats[work.request_id], work) for work in plan.work])
+                if launched is not None:
+                    return launched
         # Nothing is launched now, and nobody waits for the lock.
-        if on_device:
-            give_back(self._device)
-            self._mark_stale(plan)  # how far the device came, nobody knows
-        result = self.host.compute(plan)
-        self._mark_stale(plan)
-        return Done(result)
+        return Done(self._compute_together(plan, asking) if asking else self._compute_on_host(plan))
 
     def collect(self, launched: _Launched) -> StepResult:
         """The result of a launched step, once it is there."""
@@ -142,20 +136,17 @@ class DeviceRunner:
                     self._finish_oldest()
         return launched.step
 
-    def _mark_stale(self, plan: StepPlan) -> None:
-        for work in plan.work:
-            self._seats[work.request_id].stale = True
-
-    def _on_device(self, plan: StepPlan) -> bool:
-        """No sequence of the plan needs the host to shape its logits or to look at them."""
+    def _asking(self, plan: StepPlan) -> set[int]:
+        """Those of the plan that have failed, or need the host to shape their logits or to look at them."""
         admitted = {admission.request_id: admission.params for admission in plan.admitted}
+        asking = set()
         for work in plan.work:
-            if self.host.failure(work.request_id) is not None:
-                return False
-            params = admitted.get(work.request_id)
-            if not (self._seats[work.request_id].plain if params is None else is_plain(params, self._seats.vocab)):
-                return False
-        return True
+            request_id = work.request_id
+            params = admitted.get(request_id)
+            plain = self._seats[request_id].plain if params is None else is_plain(params, self._seats.vocab)
+            if not plain or self.host.failure(request_id) is not None:
+                asking.add(request_id)
+        return asking
 
     def _begin(self, plan: StepPlan) -> None:
         """Take over what a plan says of sequences and their blocks."""
@@ -167,14 +158,31 @@ class DeviceRunner:
 
     # -- launch -------------------------------------------------------------------------------------------------------
 
-    def _launch(self, plan: StepPlan) -> _Launched:
+    def _try_launch(self, plan: StepPlan, parts: list[Part], beside: Sequence[Part] = ()) -> _Launched | None:
+        """None where memory ends; then nothing is launched, and the table may have any facts of these sequences."""
+        with self._lock:
+            try:
+                return self._launch(plan, parts, beside)
+            except torch.OutOfMemoryError as error:
+                logger.warning("out of memory in a step of %d requests: %s", len(plan.work), str(error))
+            # Behind the handler: until it is left, the error holds the tensors of the attempt.
+            self._finish_all()
+            give_back(self._device)
+            return None
+
+    def _launch(self, plan: StepPlan, parts: list[Part], beside: Sequence[Part] = ()) -> _Launched:
+        """
+        Args:
+            beside: parts that are computed with the others; what their logits say is for the host to find out.
+        """
         marks = Marks(self._device)
         self._turn = (self._turn + 1) % MAX_LAUNCHED
-        parts = [Part(self._seats[work.request_id], work) for work in plan.work]
-        self._passes.look_up(self._seats.tell([part.seat for part in parts]))
-        step = DeviceStep(parts, self._passes.sizes)
+        self._passes.look_up(self._seats.tell([part.seat for part in (*parts, *beside)]))
+        self._seats.propose((part.seat, part.proposed) for part in beside)
+        step = DeviceStep([*parts, *beside], self._passes.sizes)
         stage, size = self._passes.stage, (step.size.num_seqs, step.size.num_rows)
-        step.lay_out(stage.begin(self._turn, *size), (*self._seed, plan.step_id & LOW_31, 0))
+        noise_key = (*self._seed, plan.step_id & LOW_31, 0)
+        step.lay_out(stage.begin(self._turn, *size), noise_key, num_judged=len(parts))
         marks.begin()
         sent = stage.send(self._turn, *size)
         self._passes.catch_up(sent, step.num_read)
@@ -188,25 +196,50 @@ class DeviceRunner:
         self._launched.append(launched)
         return launched
 
-    def _replay(self, batch: Batch) -> Tensor | None:
-        """The logits of a step of the host's, if it has a recorded size and nobody asks for more of its forward."""
-        if any([sequence.params.logprobs.prompt is not None for sequence, _, _ in batch]):
-            return None
-        # Whoever has drafted: they lie with what n-grams propose, and the draft model has read what it had to.
-        works = [
-            SequenceWork(work.request_id, work.num_tokens, work.samples, len(draft.token_ids), NGRAM)
+    # -- with the host ------------------------------------------------------------------------------------------------
+
+    def _compute_together(self, plan: StepPlan, asking: set[int]) -> StepResult:
+        """A step in which the host chooses the tokens of some, by logits that the device computes for all."""
+        began = time.perf_counter()
+        own = [Part(self._seats[work.request_id], work) for work in plan.work if work.request_id not in asking]
+        launched: list[_Launched | None] = []  # once
+
+        def logits_of(batch: Batch) -> Tensor | None:
+            beside = self._beside(batch)
+            first, count = (sum(part.num_logits for part in parts) for parts in (own, beside))
+            if launched or first + count > self._passes.most_logits or any(map(_reads_prompt, batch)):
+                return None
+            launched.append(self._try_launch(plan, own, beside))
+            return None if launched[0] is None else self._passes.logits(first, first + count)
+
+        others = tuple(work for work in plan.work if work.request_id in asking)
+        found = mine = self._compute_on_host(replace(plan, work=others), logits_of)
+        if own:
+            started = launched[0] if launched else self._try_launch(plan, own)
+            rest = replace(plan, work=tuple(part.work for part in own))
+            mine = self._compute_on_host(rest) if started is None else self.collect(started)
+        results = {result.request_id: result for result in (*found.sequences, *mine.sequences)}
+        times = replace(found.times, draft=found.times.draft + mine.times.draft, total=time.perf_counter() - began)
+        return StepResult(plan.step_id, tuple(results[work.request_id] for work in plan.work), times)
+
+    def _compute_on_host(self, plan: StepPlan, logits_of: LogitsOf = lambda batch: None) -> StepResult:
+        result = self.host.compute(plan, logits_of)
+        for work in plan.work:
+            self._seats[work.request_id].stale = True
+        return result
+
+    def _beside(self, batch: Batch) -> list[Part]:
+        """The host's sequences, as the device is to compute them. Whoever has drafted, what was drafted is told as what
+        n-grams propose is, and the draft model has read what it had to.
+        """
+        return [
+            Part(
+                self._seats[work.request_id],
+                SequenceWork(work.request_id, work.num_tokens, work.samples, len(draft.token_ids), NGRAM),
+                draft.token_ids,
+            )
             for _, work, draft in batch
         ]
-        parts = [Part(self._seats[work.request_id], work) for work in works]
-        step = DeviceStep(parts, self._passes.sizes)
-        if not step.replayed:
-            return None
-        self._seats.tell([part.seat for part in parts])
-        self._seats.propose((part.seat, draft.token_ids) for part, (_, _, draft) in zip(parts, batch, strict=True))
-        self._turn = (self._turn + 1) % MAX_LAUNCHED
-        stage, size = self._passes.stage, (step.size.num_seqs, step.size.num_rows)
-        step.lay_out(stage.begin(self._turn, *size), (0, 0, 0, 0), judged=False)
-        return self._passes.logits(stage.send(self._turn, *size), step)
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -262,3 +295,9 @@ class DeviceRunner:
             match=match if work.scores_ngram else 0,
             num_draft_computed=sequence.num_draft_computed,
         )
+
+
+def _reads_prompt(entry: Entry) -> bool:
+    """Logprobs of prompt tokens are wanted, which take the hidden states of their rows."""
+    sequence, _, _ = entry
+    return sequence.params.logprobs.prompt is not None and sequence.num_computed + 1 < sequence.num_prompt_tokens

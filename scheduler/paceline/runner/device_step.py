@@ -17,14 +17,24 @@ from paceline_kernels.triton.state import FIRST_PASS_ROWS
 
 @dataclass(slots=True)
 class Part:
-    """One sequence's part of a step."""
+    """One sequence's part of a step.
+
+    Attributes:
+        proposed: its drafts, where the host has them; else the device knows.
+    """
 
     seat: Seat
     work: SequenceWork
+    proposed: Sequence[int] = ()
 
     @property
     def drafts_by_model(self) -> bool:
         return self.work.num_drafts > 0 and self.work.method is DRAFT_MODEL
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits."""
+        return self.work.num_drafts + 1 if self.work.samples else 0
 
     @property
     def num_read(self) -> int:
@@ -47,7 +57,6 @@ class DeviceStep:
         num_read: rows of those, room that no run needs included.
         size: of the forward, padding included.
         replayed: that is a recorded size.
-        num_logits: rows of logits, without padding.
     """
 
     def __init__(self, parts: Sequence[Part], sizes: StepSizes) -> None:
@@ -61,16 +70,20 @@ class DeviceStep:
         decodes = all(work.samples and work.num_tokens == 1 for work in works)
         recorded = sizes.of(len(works), num_rows, longest, decodes)
         self.replayed = recorded is not None
-        self.num_logits = sum(work.num_drafts + 1 for work in works if work.samples)
-        self.size = recorded or Size(len(works), num_rows, longest, None if decodes else max(1, self.num_logits))
+        logits = None if decodes else max(1, sum(part.num_logits for part in parts))
+        self.size = recorded or Size(len(works), num_rows, longest, logits)
 
     @property
     def depths(self) -> list[int]:
         """Of those that draft by the draft model, in their order."""
         return [part.work.num_drafts for part in self.drafting]
 
-    def lay_out(self, arrays: StepArrays, noise_key: Sequence[int], *, judged: bool = True) -> None:
-        """Fill in what the device has to be told, in front of the padding."""
+    def lay_out(self, arrays: StepArrays, noise_key: Sequence[int], num_judged: int) -> None:
+        """Fill in what the device has to be told, in front of the padding.
+
+        Args:
+            num_judged: parts that are, from the first on.
+        """
         parts, count = self.parts, len(self.parts)
         known = np.array([part.work.num_tokens for part in parts], dtype=np.int32)
         drafts = np.array([part.work.num_drafts for part in parts], dtype=np.int32)
@@ -82,7 +95,7 @@ class DeviceStep:
         arrays.num_read[:count] = [part.num_read for part in parts]
         arrays.one_hot[:count] = [part.work.method is not DRAFT_MODEL for part in parts]
         arrays.looks_up[:count] = [part.work.scores_ngram for part in parts]
-        arrays.is_judged[:count] = judged
+        arrays.is_judged[:num_judged] = 1
         for starts, lengths in ((arrays.query_starts, rows), (arrays.logit_starts, logits)):
             np.cumsum(lengths, out=starts[1 : count + 1])
             starts[count + 1 :] = starts[count]

@@ -49,6 +49,7 @@ NO_MASKS.set_result({})
 Planned = list[tuple[Sequence, SequenceWork]]
 Entry = tuple[Sequence, SequenceWork, Draft]
 Batch = list[Entry]
+LogitsOf = Callable[[Batch], Tensor | None]
 
 
 # Not frozen: docs/decisions/012.
@@ -83,7 +84,6 @@ class ModelRunner:
 
     Attributes:
         sequences: the mirrors, by request id.
-        replay: a faster way to the logits of a batch, [rows, vocab] float32, or None for a batch that has none.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class ModelRunner:
         self.scorer = scorer
         self.verifier = Verifier(seed, model.device)
         self.sequences: dict[int, Sequence] = {}
-        self.replay: Callable[[Batch], Tensor | None] = lambda batch: None
         self._failed: dict[int, PacelineError] = {}  # until they are released
         # Grammars are asked while the forward runs, by a thread that never computes tensors.
         self._mask_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-masks")
@@ -129,8 +128,13 @@ class ModelRunner:
         return SequenceResult(request_id, error=error)
 
     @torch.inference_mode()
-    def compute(self, plan: StepPlan) -> StepResult:
-        """Do the work of a plan that was begun."""
+    def compute(self, plan: StepPlan, logits_of: LogitsOf = lambda batch: None) -> StepResult:
+        """Do the work of a plan that was begun.
+
+        Args:
+            logits_of: a faster way to the logits of a batch, [rows, vocab] float32, which are then this runner's; None
+                where it does not go. May run out of memory, and is asked again for each half.
+        """
         if not plan.work:
             return StepResult(plan.step_id, ())
         began = time.perf_counter()
@@ -139,7 +143,7 @@ class ModelRunner:
         planned = [(self.sequences[work.request_id], work) for work in going]
         batch = self._draft(planned)
         drafted = time.perf_counter()
-        judged, verifying = self._judge(batch, self._start_masks(batch)) if batch else ([], 0.0)
+        judged, verifying = self._judge(batch, self._start_masks(batch), logits_of) if batch else ([], 0.0)
         booked = iter([self._book(entry, found) for entry, found in judged])
         ended = time.perf_counter()
         times = StepTimes(drafted - began, verifying, ended - drafted - verifying, ended - began)
@@ -196,10 +200,12 @@ class ModelRunner:
 
     # -- in halves ----------------------------------------------------------------------------------------------------
 
-    def _judge(self, batch: Batch, masks: Future[dict[int, Mask]]) -> tuple[list[tuple[Entry, _Judged]], float]:
+    def _judge(
+        self, batch: Batch, masks: Future[dict[int, Mask]], logits_of: LogitsOf
+    ) -> tuple[list[tuple[Entry, _Judged]], float]:
         """Every work with what it comes to, and the seconds that the forwards took."""
         try:
-            judged, seconds = self._compute(batch, masks)
+            judged, seconds = self._compute(batch, masks, logits_of)
             return list(zip(batch, judged, strict=True)), seconds
         except torch.OutOfMemoryError as error:
             masks.result()  # whoever fails must not leave the matchers to two threads
@@ -209,15 +215,17 @@ class ModelRunner:
         if len(batch) == 1:
             return [(batch[0], _Judged(error=ResourceExhausted(OUT_OF_MEMORY)))], 0.0
         middle = len(batch) // 2
-        first, seconds = self._judge(batch[:middle], masks)
-        second, more = self._judge(batch[middle:], masks)
+        first, seconds = self._judge(batch[:middle], masks, logits_of)
+        second, more = self._judge(batch[middle:], masks, logits_of)
         return first + second, seconds + more
 
-    def _compute(self, batch: Batch, masks: Future[dict[int, Mask]]) -> tuple[list[_Judged], float]:
+    def _compute(
+        self, batch: Batch, masks: Future[dict[int, Mask]], logits_of: LogitsOf
+    ) -> tuple[list[_Judged], float]:
         """All that takes memory; no sequence is changed, and KV is written where the next attempt writes the same."""
         began = time.perf_counter()
         prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        logits = self.replay(batch)
+        logits = logits_of(batch)
         if logits is None:
             hidden = self._forward(batch)
             prompt_logprobs = self._prompt_logprobs(batch, hidden)

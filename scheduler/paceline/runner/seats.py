@@ -120,14 +120,13 @@ class Seats:
             seat.tokens_told, seat.stale = len(seat.sequence), False
         return places
 
-    def propose(self, drafts: Iterable[tuple[Seat, list[int]]]) -> None:
+    def propose(self, proposed: Iterable[tuple[Seat, Seq[int]]]) -> None:
         """Write to the table what the host proposes, where proposals of n-grams lie."""
-        proposed = [(seat.index, 0, token_ids) for seat, token_ids in drafts if token_ids]
-        if proposed:
-            _write(self.table.proposals, proposed)
+        if drafts := [(seat.index, 0, token_ids) for seat, token_ids in proposed if token_ids]:
+            _write(self.table.proposals, drafts)
 
 
-def _write(table: Tensor, values: Iterable[tuple[int, int, list[int]]]) -> None:
+def _write(table: Tensor, values: Iterable[tuple[int, int, Seq[int]]]) -> None:
     """Into rows of a table on the device, each from a column on: (row, column, values)."""
     rows, columns, flat = [], [], []
     for row, first, some in values:
