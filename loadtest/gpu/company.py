@@ -15,7 +15,7 @@ from paceline.core.method import Method
 from paceline.core.params import SpeculationParams
 
 BOUNDS = {OFF: SpeculationParams(Method.NONE), AUTO: SpeculationParams()}
-# The device penalises by itself; bad words are the host's, which chooses all tokens of such a step.
+# The device penalises by itself; where there are bad words, the host chooses the tokens.
 COMPANY = {"a penalty": replace(GREEDY, frequency_penalty=0.1), "bad words": replace(GREEDY, bad_words=("qzx",))}
 
 

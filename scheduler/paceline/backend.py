@@ -93,9 +93,10 @@ def tune(models: Sequence[Decoder]) -> None:
     """Find out which way of multiplying is the fastest here."""
     from paceline_kernels.triton.linear import CHOICE
 
-    def report(rows: int, outputs: int, inputs: int, kind: str, seconds: dict[Any, float]) -> None:
+    def report(rows: int, outputs: int, inputs: int, kind: str, gates: bool, seconds: dict[Any, float]) -> None:
         times = ", ".join(f"{way or 'cuBLAS'} {1e6 * took:.1f} us" for way, took in seconds.items())
-        logger.debug("%d rows times %s [%d, %d]: %s", rows, kind, outputs, inputs, times)
+        gating = ", which gates" if gates else ""
+        logger.debug("%d rows times %s [%d, %d]%s: %s", rows, kind, outputs, inputs, gating, times)
 
     for model in models:
         CHOICE.tune(model.linears(), report=report)

@@ -236,8 +236,8 @@ def _measured_blocks(
     if choices.backend == "triton":
         vocab, draws = choices.config.vocab_size, choices.draft_path is not None
         reserve += table_bytes(config.max_num_seqs, config.max_depth, config.max_model_len, vocab, draws=draws)
-        rows = StepSizes(config.max_num_seqs, config.max_depth).most_logits
-        reserve += logits_bytes(rows, choices.config.vocab_size)
+        sizes = StepSizes(config.max_num_seqs, config.max_depth)
+        reserve += logits_bytes(sizes.most_logits, sizes.most if draws else 0, vocab)
     return kv_blocks.measure_num_blocks(settings, config, models, choices.bytes_per_block, gpu, reserve)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from paceline.core.depth import Chosen, DepthCandidate, StepLoad, within_bounds
 from paceline.core.depth_policy import DepthPolicy
+from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.core.method import Method
 from paceline.core.params import (
     Constraints,
@@ -106,7 +107,11 @@ def generate(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Text
 
 def off(one: GenerationRequest) -> GenerationRequest:
     return GenerationRequest(
-        prompt=one.prompt, sampling=one.sampling, stop=one.stop, speculation=SpeculationParams(method=Method.NONE)
+        prompt=one.prompt,
+        sampling=one.sampling,
+        stop=one.stop,
+        speculation=SpeculationParams(method=Method.NONE),
+        grammar=one.grammar,
     )
 
 
@@ -202,6 +207,64 @@ def test_edited_logits_need_no_host(
     assert (steps["host"] > 1) == (beside is not None)
     assert steps["together"] == steps["host"]
     assert steps["of the host"] == (0 if beside is None else 3), "a row of its own for each token"
+
+
+@pytest.mark.parametrize("ends", ["before", "behind", "rows"])
+def test_where_the_host_has_to_compute_its_own_logits(
+    engine: Engine, oracle: Engine, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Memory ends before the shared step is launched, or behind it, or a step has more rows than logits are kept of."""
+    runner, calls = engine.runner, itertools.count()
+    assert isinstance(runner, DeviceRunner)
+    owner, name = {
+        "before": (runner._passes, "verify"),
+        "behind": (runner.host.verifier, "verify"),
+        "rows": (runner._passes, "bring_back"),
+    }[ends]
+    whole = getattr(owner, name)
+
+    def sometimes(*args: object) -> object:
+        # Behind, it is enough for one: whoever does not fit alone fails.
+        if next(calls) % 2 == 0 and (ends == "before" or (ends == "behind" and len(args[1]) > 1)):  # type: ignore[arg-type]
+            raise torch.OutOfMemoryError("made up")
+        return whole(*args)
+
+    monkeypatch.setattr(owner, name, sometimes)
+    if ends == "rows":
+        monkeypatch.setattr(DevicePasses, "most_logits", 2)
+    wanted = LogprobsParams(completion=1)
+    requests = [
+        request(0, GREEDY, Method.DRAFT_MODEL, 2),
+        request(1, GREEDY, Method.DRAFT_MODEL, 2, logprobs=wanted),
+        request(2, SamplingParams(seed=7), Method.NGRAM, 2, logprobs=wanted),
+        request(3, SamplingParams(temperature=0.0, presence_penalty=0.5), Method.NONE, 0),
+    ]
+    found, expected = generate(engine, requests), generate(oracle, [off(one) for one in requests])
+    assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+    assert next(calls) > 4
+
+
+def test_what_a_grammar_forces_is_verified_beside_the_others(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    pair = letter_pair(tmp_path, "abcdefgh ", noise=0.01)
+    choices = ("abc defgh abc", "bad cafe bad", "cab")
+    requests = [
+        GenerationRequest(
+            prompt=(1, 2, 3, 4)[: i + 1],
+            sampling=GREEDY,
+            stop=StopParams(max_tokens=12, ignore_eos=i == 1),
+            speculation=SpeculationParams(min_depth=2, max_depth=3),
+            grammar=None if i == 1 else GrammarSpec(GrammarKind.CHOICE, choices=choices[i // 2 :]),
+        )
+        for i in range(3)
+    ]
+    engine = build(pair, "triton")
+    found, expected = (
+        generate(engine, requests),
+        generate(build(pair, "torch", depth="off"), [off(r) for r in requests]),
+    )
+    assert [text.token_ids for text in found] == [text.token_ids for text in expected]
+    assert found[0].accepted > 4, "all but where there is a choice is forced"
 
 
 @pytest.mark.parametrize("vocab", [3, 600])

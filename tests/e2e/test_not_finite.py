@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,12 @@ from safetensors.torch import load_file, save_file
 from paceline.client import RpcError
 from paceline.core.method import Method
 from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
+from paceline.core.plan import StepPlan
 from paceline.engine import Engine, GenerationRequest, StepLoop
 from paceline.errors import NotFinite, PacelineError
 from paceline.runner import ModelRunner
+from paceline.runner.device_runner import DeviceRunner
+from paceline.runner.device_step import Part
 from paceline.runner.drafter import Draft
 from paceline.wiring import EngineSettings, build_engine
 from support.backends import ENGINES
@@ -111,6 +116,43 @@ def test_it_ends_alone_where_nobody_waits_for_the_device(
     assert [type(one) for one in (found[0], found[2])] == [NotFinite] * 2
     assert found[1] == expected
     assert len(caplog.records) == 2, "each is told once"
+
+
+def test_what_fails_while_others_wait_for_it_writes_nowhere_else(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step with it is through only when the next one, which the host has a part in, waits for it."""
+    engine = make(pair, "triton")
+    [expected] = run(make(pair, "torch"), [request(PROMPTS[2])])
+    launch = DeviceRunner._launch
+
+    def checked(runner: DeviceRunner, plan: StepPlan, parts: list[Part], beside: Sequence[Part] = ()) -> Any:
+        for part in (*parts, *beside):
+            sequence = part.seat.sequence
+            rows = sequence.num_computed + part.work.num_rows
+            assert runner.host.failure(part.work.request_id) is None
+            assert rows <= len(sequence.block_ids) * BLOCK, part.work
+        return launch(runner, plan, parts, beside)
+
+    monkeypatch.setattr(DeviceRunner, "_launch", checked)
+    alone = {"speculation": SpeculationParams(Method.NONE)}
+    neighbour = engine.add(request(PROMPTS[2], **alone))
+    newcomers = {
+        3: request((*range(3, 3 + BLOCK - 1), BAD), **alone),  # whose next token needs another block
+        4: request((5, 6), logprobs=LogprobsParams(completion=1), **alone),
+    }
+    steps, tokens, refused = StepLoop(engine), list[int](), list[int]()
+    for number in itertools.count(1):
+        done = steps.step()
+        if done is None:
+            break
+        tokens += [token for output in done.outputs if output.request_id == neighbour for token in output.token_ids]
+        refused += [request_id for request_id, _ in engine.take_refused()]
+        engine.check_invariants()
+        if number in newcomers:
+            engine.add(newcomers[number])
+    assert refused == [neighbour + 1]
+    assert tokens == expected
 
 
 @pytest.mark.parametrize("backend", ENGINES)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")  # there is none but for Linux
+
 PATHS = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
 
 
@@ -18,7 +20,7 @@ PATHS = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
 def test_every_kernel_compiles(capability: int) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "support.compiling", str(capability)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert len(said["launched"]) > 20

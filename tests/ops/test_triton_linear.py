@@ -92,7 +92,7 @@ def test_what_one_kernel_multiplies_it_gates(
     """To the bit, since it is rounded where that is."""
     torch.manual_seed(size)
     inputs, rows, choice = 96, min(config.block_m, 5), Choice()
-    key = bucket(rows), 2 * size, inputs, kind
+    key = bucket(rows), 2 * size, inputs, kind, True
     choice.table[key] = config = replace(config, programs=0)
     monkeypatch.setattr(module, "CHOICE", choice)
     weight, _ = matrices(2 * size, inputs, kind)
@@ -105,7 +105,7 @@ def test_what_one_kernel_multiplies_it_gates(
     assert taken == [True, True]
     # What is split is gated by a kernel of its own.
     choice.table[key] = split = replace(config, block_k=16, programs=8)
-    assert torch.equal(linear_silu_mul(x, weight), silu_mul(linear(x, weight)))
+    assert torch.equal(linear_silu_mul(x, weight), silu_mul(product(x, weight, None, split)))
     assert not any(taken[2:])
     with pytest.raises(ValueError, match=r"gates: .* splits: expected pairs, and 1"):
         product(x, weight, None, split, gated=True)
@@ -141,7 +141,7 @@ def test_a_choice_that_was_made_is_followed(monkeypatch: pytest.MonkeyPatch) -> 
     weight, exact = matrices(20, 64, "bf16")
     linear(x, weight)
     assert taken == []
-    choice.table[16, 20, 64, "bf16"] = SMALL[1]
+    choice.table[16, 20, 64, "bf16", False] = SMALL[1]
     torch.testing.assert_close(linear(x, weight).double(), x.double() @ exact.T, rtol=ULP, atol=1e-3)
     assert taken == [SMALL[1]]
     linear(x, matrices(20, 64, "int8")[0])
@@ -152,14 +152,10 @@ def test_a_choice_that_was_made_is_followed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_tuning_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROTATED_BYTES", 32 << 20)
     choice, reported = Choice(), []
-    linears = [
-        (matrices(outputs, 1024, kind)[0], outputs == 2048)
-        for kind in ("bf16", "int8")
-        for outputs in (1024, 1024, 2048)
-    ]
+    kinds = [(kind, gates) for kind in ("bf16", "int8") for gates in (False, True)]
+    linears = [(matrices(1024, 1024, kind)[0], gates) for kind, gates in kinds for _ in range(2)]
     choice.tune(linears, (1, 5), lambda *args: reported.append(args))
-    shapes = [(outputs, 1024, kind) for kind in ("bf16", "int8") for outputs in (1024, 2048)]
-    assert choice.table.keys() == {(rows, *shape) for rows in (1, 16) for shape in shapes}
-    for rows, outputs, inputs, kind, seconds in reported:
+    assert choice.table.keys() == {(rows, 1024, 1024, *kind) for rows in (1, 16) for kind in kinds}
+    for rows, *shape, seconds in reported:
         assert all(value > 0 for value in seconds.values())
-        assert seconds[choice.table[bucket(rows), outputs, inputs, kind]] == min(seconds.values())
+        assert seconds[choice.table[bucket(rows), *shape]] == min(seconds.values())

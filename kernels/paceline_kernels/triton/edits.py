@@ -77,7 +77,8 @@ def _penalise(row, fact, counts, drafts, num_drafts, VOCAB: tl.constexpr, BLOCK:
             seen = seen | drafted
             j += 1
         changed = tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition)
-        changed -= frequency * times.to(tl.float32)
+        # A product that is rounded, as the host's is: in float32 it would be fused with what it is taken off.
+        changed -= (frequency.to(tl.float64) * times.to(tl.float64)).to(tl.float32)
         changed -= tl.where(times > 0, presence, 0.0)
         changed = tl.minimum(tl.maximum(changed, LOWEST), HIGHEST)
         tl.store(row + v, tl.where(seen & (x > float("-inf")), changed, x), mask=v < VOCAB)

@@ -76,7 +76,7 @@ CANDIDATES: Final[dict[tuple[str, int], tuple[Config, ...]]] = {
         Config(128, 64, 128, 4, 3, programs=1),
     ),
 }
-Key = tuple[int, int, int, str]  # bucket of rows, outputs, inputs, kind of weight
+Key = tuple[int, int, int, str, bool]  # bucket of rows, outputs, inputs, kind of weight, half of the outputs gates
 
 
 @dataclass(slots=True)
@@ -87,10 +87,10 @@ class Choice:
 
     table: dict[Key, Config | None] = field(default_factory=dict)
 
-    def of(self, rows: int, weight: Tensor | Int8Weight) -> Config | None:
+    def of(self, rows: int, weight: Tensor | Int8Weight, *, gates: bool = False) -> Config | None:
         kind = kind_of(weight)
         outputs, inputs = weight.shape
-        key = bucket(rows), outputs, inputs, kind
+        key = bucket(rows), outputs, inputs, kind, gates
         if key not in self.table:
             self.table[key] = CANDIDATES[kind, key[0]][0] if kind == "int8" else None
         return self.table[key]
@@ -122,12 +122,12 @@ class Choice:
                     continue
                 x = torch.randn(count, inputs, dtype=torch.bfloat16, device=_device(members[0]))
                 seconds = {way: _seconds(x, members, way, gates) for way in ways}
-                self.table[bucket(count), outputs, inputs, kind] = min(ways, key=lambda way: seconds[way])
+                self.table[bucket(count), outputs, inputs, kind, gates] = min(ways, key=lambda way: seconds[way])
                 if report is not None:
-                    report(count, outputs, inputs, kind, seconds)
+                    report(count, outputs, inputs, kind, gates, seconds)
 
 
-Reporter = Callable[[int, int, int, str, dict[Config | None, float]], None]  # the arguments of a Key, and the seconds
+Reporter = Callable[[int, int, int, str, bool, dict[Config | None, float]], None]  # the arguments of a Key, seconds
 CHOICE: Final = Choice()
 
 
@@ -145,7 +145,7 @@ def linear_silu_mul(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None 
     """See `reference.linear_silu_mul`. Where one kernel multiplies, it gates, too."""
     if x.dtype != torch.bfloat16:
         return silu_mul(linear(x, weight, bias))
-    return _linear_silu_mul(x, weight, bias, CHOICE.of(len(x), weight))
+    return _linear_silu_mul(x, weight, bias, CHOICE.of(len(x), weight, gates=True))
 
 
 def _linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None, way: Config | None) -> Tensor:
@@ -464,7 +464,7 @@ def _device(weight: Tensor | Int8Weight) -> torch.device:
 
 def _seconds(x: Tensor, weights: Sequence[Tensor | Int8Weight], way: Config | None, gates: bool) -> float:
     """Of one product, the weights read in turn; from a graph, since launching takes longer than many of them. As in a
-    layer: behind a norm, during whose last microsecond some of the ways read already, and with the gating.
+    layer, behind a small kernel, during whose last microsecond some of the ways read already, and with the gating.
     """
     scale = torch.ones_like(x[0])
     multiply = _linear_silu_mul if gates else _linear

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 COLUMNS: Final = 20  # of a sequence's row in `SequenceTable.facts`
-MOST_EDITS: Final = 512  # of a request's logits, besides penalties; clients may bias 300 tokens
+MOST_EDITS: Final = 512  # tokens of a request that are biased or forbidden for a while
 UNKNOWN_END: Final = -1  # MATCH of a text whose end is not known yet, as of a prompt: the step that samples looks first
 FIRST_PASS_ROWS: Final = 2  # of each sequence in the draft model's first pass: see `draft_rows`
 

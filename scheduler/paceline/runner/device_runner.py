@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.method import NGRAM
-from paceline.core.plan import Done, Pending, SequenceResult, SequenceWork, StepPlan, StepResult
+from paceline.core.plan import Done, Pending, SequenceResult, SequenceWork, StepPlan, StepResult, StepTimes
 from paceline.errors import NotFinite
 from paceline.runner.device_passes import DevicePasses, ModelAndKV
 from paceline.runner.device_step import DeviceStep, Part
@@ -119,6 +119,7 @@ class DeviceRunner:
             asking = self._asking(plan)
             if asking or not plan.work:
                 self._finish_all()
+                asking = self._asking(plan)  # more may have failed by what was under way
             self._begin(plan)
             if plan.work and not asking:
                 launched = self._try_launch(plan, [Part(self._seats[work.request_id], work) for work in plan.work])
@@ -164,7 +165,7 @@ class DeviceRunner:
             try:
                 return self._launch(plan, parts, beside)
             except torch.OutOfMemoryError as error:
-                logger.warning("out of memory in a step of %d requests: %s", len(plan.work), str(error))
+                logger.warning("out of memory in a step of %d requests: %s", len(parts) + len(beside), str(error))
             # Behind the handler: until it is left, the error holds the tensors of the attempt.
             self._finish_all()
             give_back(self._device)
@@ -213,13 +214,15 @@ class DeviceRunner:
             return None if launched[0] is None else self._passes.logits(first, first + count)
 
         others = tuple(work for work in plan.work if work.request_id in asking)
-        found = mine = self._compute_on_host(replace(plan, work=others), logits_of)
-        if own:
-            started = launched[0] if launched else self._try_launch(plan, own)
-            rest = replace(plan, work=tuple(part.work for part in own))
-            mine = self._compute_on_host(rest) if started is None else self.collect(started)
+        found = self._compute_on_host(replace(plan, work=others), logits_of)
+        if not own:
+            return found
+        started = launched[0] if launched else self._try_launch(plan, own)
+        rest = replace(plan, work=tuple(part.work for part in own))
+        mine = self._compute_on_host(rest) if started is None else self.collect(started)
         results = {result.request_id: result for result in (*found.sequences, *mine.sequences)}
-        times = replace(found.times, draft=found.times.draft + mine.times.draft, total=time.perf_counter() - began)
+        is_shared = bool(launched) and started is not None
+        times = _times(found.times, mine.times, is_shared, time.perf_counter() - began)
         return StepResult(plan.step_id, tuple(results[work.request_id] for work in plan.work), times)
 
     def _compute_on_host(self, plan: StepPlan, logits_of: LogitsOf = lambda batch: None) -> StepResult:
@@ -295,6 +298,12 @@ class DeviceRunner:
             match=match if work.scores_ngram else 0,
             num_draft_computed=sequence.num_draft_computed,
         )
+
+
+def _times(host: StepTimes, device: StepTimes, is_shared: bool, total: float) -> StepTimes:
+    """Of a step in which both had a part. While a shared forward runs, the host waits for it."""
+    draft, verify = host.draft + device.draft, device.verify + host.verify * (not is_shared)
+    return StepTimes(draft, verify, max(0.0, total - draft - verify), total)
 
 
 def _reads_prompt(entry: Entry) -> bool:

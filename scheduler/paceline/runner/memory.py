@@ -65,9 +65,15 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def logits_bytes(rows: int, vocab: int) -> int:
-    """Of what a recorded step keeps: as the model computes them, and in fp32."""
-    return 6 * rows * vocab
+def logits_bytes(rows: int, drafting: int, vocab: int) -> int:
+    """Of what is kept for recorded steps: logits of the target in fp32, and room in which it computes them in its own
+    dtype, or the draft model its own in both.
+
+    Args:
+        rows: of the target's, at most.
+        drafting: the same of the draft model's.
+    """
+    return vocab * (4 * rows + max(2 * rows, 6 * drafting))
 
 
 def table_bytes(max_num_seqs: int, max_depth: int, max_model_len: int, vocab: int, *, draws: bool) -> int:

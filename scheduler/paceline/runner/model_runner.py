@@ -132,8 +132,8 @@ class ModelRunner:
         """Do the work of a plan that was begun.
 
         Args:
-            logits_of: a faster way to the logits of a batch, [rows, vocab] float32, which are then this runner's; None
-                where it does not go. May run out of memory, and is asked again for each half.
+            logits_of: a faster way to the logits of a batch, [rows, vocab] float32, which this runner may change; None
+                where it does not go. Asked again for each half of a batch for which memory ended.
         """
         if not plan.work:
             return StepResult(plan.step_id, ())
