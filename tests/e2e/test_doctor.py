@@ -20,7 +20,10 @@ from paceline import compiled, doctor
 from paceline.cli import app
 from paceline.device import Gpu
 from paceline.doctor import facts, rates, report
+from paceline.doctor.costs import find_costs
+from paceline.engine import Engine
 from paceline.errors import PacelineError
+from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import build, ceilings, decoder, identity
 from support.native import needs_compiler
 
@@ -209,6 +212,20 @@ def test_costs_of_a_model() -> None:
         assert step["draft_pass"] > 0
     assert costs["errors"].keys() <= {"decode", "verify", "mixed"}
     assert all(error["count"] > 0 and math.isfinite(error["median"]) for error in costs["errors"].values())
+
+
+def test_predictions_are_judged_by_long_prompts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the model takes them."""
+    engines = [build_engine(EngineSettings("demo", device="cpu", max_model_len=length)) for length in (200, 1024)]
+    lengths: list[int] = []
+    add = Engine.add
+    monkeypatch.setattr(
+        Engine, "add", lambda engine, request: (lengths.append(len(request.prompt)), add(engine, request))[1]
+    )
+    for engine, longest in zip(engines, (200 - 64, 300), strict=True):
+        assert find_costs(engine).errors["mixed"].count > 0
+        assert (len(lengths), lengths.count(longest), lengths.count(32)) == (21, 5, 16)
+        lengths.clear()
 
 
 def test_without_a_model_no_costs() -> None:

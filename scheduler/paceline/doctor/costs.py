@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from paceline.core.cost_model import CostModel, Error, StepShape
@@ -11,8 +12,10 @@ from paceline.engine import Engine, GenerationRequest
 SEQUENCES = (1, 4, 16, 64)
 DEPTHS = (0, 2, 4)
 CONTEXT = 256  # tokens of each sequence, where steps are told
-SERVED = (1, 4, 16)  # requests at once, by which predictions are judged
+SERVED = (1, 4, 16)  # requests, by which predictions are judged; one comes some steps behind the other
+STEPS_APART = 3
 SERVED_TOKENS = 64  # of each
+SHORT, LONG = 32, 300  # tokens of prompts: one in four is long, and of more rows than the profile may have had time for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,16 @@ def find_costs(engine: Engine) -> Costs:
     limit = engine.scheduler.config.max_num_seqs
     steps = [_step_cost(costs, count) for count in SEQUENCES if count <= limit]
     stop = StopParams(max_tokens=SERVED_TOKENS, ignore_eos=True)
+    room = engine.scheduler.config.max_model_len - SERVED_TOKENS
+    numbers = itertools.count(1)
     for count in SERVED:
-        for index in range(min(count, limit)):
-            engine.add(GenerationRequest((index % engine.vocab_size,) * 32, SamplingParams(temperature=0.0), stop))
+        for number in itertools.islice(numbers, min(count, limit)):
+            length = max(1, min(SHORT if number % 4 else LONG, room))
+            # No two begin alike, so that none is found in the cache.
+            prompt = (number % engine.vocab_size,) * length
+            engine.add(GenerationRequest(prompt, SamplingParams(temperature=0.0), stop))
+            for _ in range(STEPS_APART):
+                engine.step()
         while engine.has_work:
             engine.step()
     return Costs(steps, costs.errors())
