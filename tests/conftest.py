@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import os
 import sys
@@ -28,6 +29,7 @@ SLOWEST = (
     "e2e/test_sampled.py",
     "ops/test_instruction_sets.py",
     "e2e/test_device_runner.py",
+    "ops/test_triton_compiles.py",
     "loadtest/test_random_load.py",
     "speculation/test_draft_model.py",
     "server/test_fuzz.py",
@@ -47,9 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Dozens of engines are built: nobody needs to know to the percent what their steps cost."""
+    """Where engines are built, quickly: tests of the scheduler alone import no torch."""
     if "paceline.wiring" in sys.modules:
-        sys.modules["paceline.wiring"].PROFILE_SECONDS = 0.2  # type: ignore[attr-defined]
+        importlib.import_module("support.quick_start")
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ from paceline.errors import InvalidArgument, NotWritten
 from paceline.models import load_model_config
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import ceilings
-from support import short_profile
+from support import quick_start
 from support.native import device_of, needs_compiler
 from support.pairs import tiny_pair
 
@@ -257,7 +257,7 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ceilings, "median_seconds", once)
     monkeypatch.setattr(measuring, "median_seconds", once)
     called = memory._in_new_process
-    monkeypatch.setattr(memory, "_in_new_process", lambda f, argument: called(partial(short_profile.call, f), argument))
+    monkeypatch.setattr(memory, "_in_new_process", lambda f, argument: called(partial(quick_start.call, f), argument))
     monkeypatch.setattr(ceilings, "LEAST_SECONDS", 0.001)
     command = ["bench", "limits", "--model", str(target), "--draft", str(draft), "--rounds", "2"]
     options = ["--dtype", "bfloat16", "--kv-cache-memory", "8MiB", "--json", str(tmp_path / "out.json")]

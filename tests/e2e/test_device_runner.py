@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline import wiring
 from paceline.core.depth import Chosen, DepthCandidate, StepLoad, within_bounds
 from paceline.core.depth_policy import DepthPolicy
 from paceline.core.grammar import GrammarKind, GrammarSpec
@@ -39,6 +40,7 @@ from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels import sampling
 from paceline_kernels.triton import sampling as triton_sampling
 from paceline_kernels.triton.state import Column, SequenceTable
+from support import quick_start
 from support.pairs import letter_pair, tiny_pair
 
 MAX_LEN = 64
@@ -512,6 +514,7 @@ def test_the_warm_up_takes_both_ways(pair: tuple[Path, Path], monkeypatch: pytes
     monkeypatch.setattr(ModelRunner, "compute", on_host)
     monkeypatch.setattr(sampling, "_on_gpu", lambda logits: True)
     monkeypatch.setattr(triton_sampling, "_launch", launches)
+    monkeypatch.setattr(wiring, "_warm_up", quick_start.warm_up)
     build(pair, "triton")
     assert steps["device"] > 2
     assert steps["host"] > 2
