@@ -209,6 +209,10 @@ def test_edited_logits_need_no_host(
     assert (steps["host"] > 1) == (beside is not None)
     assert steps["together"] == steps["host"]
     assert steps["of the host"] == (0 if beside is None else 3), "a row of its own for each token"
+    generate(engine, requests[-1:])
+    runner = engine.runner
+    assert isinstance(runner, DeviceRunner)
+    assert not runner._launched, "nor where the host has all of a step"
 
 
 @pytest.mark.parametrize("ends", ["before", "behind", "rows"])

@@ -215,13 +215,13 @@ class DeviceRunner:
 
         others = tuple(work for work in plan.work if work.request_id in asking)
         found = self._compute_on_host(replace(plan, work=others), logits_of)
-        if not own:
-            return found
-        started = launched[0] if launched else self._try_launch(plan, own)
+        is_shared = any(launched)
+        if own and not launched:
+            launched.append(self._try_launch(plan, own))
+        started = launched[0] if launched else None
         rest = replace(plan, work=tuple(part.work for part in own))
         mine = self._compute_on_host(rest) if started is None else self.collect(started)
         results = {result.request_id: result for result in (*found.sequences, *mine.sequences)}
-        is_shared = bool(launched) and started is not None
         times = _times(found.times, mine.times, is_shared, time.perf_counter() - began)
         return StepResult(plan.step_id, tuple(results[work.request_id] for work in plan.work), times)
 
