@@ -117,6 +117,24 @@ def off(one: GenerationRequest) -> GenerationRequest:
     )
 
 
+def counted_steps(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """From now on: "device", those that were launched there, and "host", those in which it had a part."""
+    steps: Counter[str] = Counter()
+    launch, compute = DeviceRunner._launch, ModelRunner.compute
+
+    def on_device(runner: DeviceRunner, *args: Any) -> Any:
+        steps["device"] += 1
+        return launch(runner, *args)
+
+    def on_host(runner: ModelRunner, plan: StepPlan, *logits_of: Any) -> Any:
+        steps["host"] += bool(plan.work)
+        return compute(runner, plan, *logits_of)
+
+    patch.setattr(DeviceRunner, "_launch", on_device)
+    patch.setattr(ModelRunner, "compute", on_host)
+    return steps
+
+
 MIXES = {
     "greedy": [(GREEDY, Method.DRAFT_MODEL, depth) for depth in (0, 1, 3)],
     "seeded": [
@@ -170,16 +188,7 @@ def test_edited_logits_need_no_host(
     engine: Engine, oracle: Engine, monkeypatch: pytest.MonkeyPatch, beside: LogprobsParams | None
 ) -> None:
     """Beside one that does, for a while, they stay on the device, and wait for it."""
-    steps: Counter[str] = Counter()
-    launch, compute, logits_of = DeviceRunner._launch, ModelRunner.compute, DevicePasses.logits
-
-    def on_device(runner: DeviceRunner, *args: Any) -> Any:
-        steps["device"] += 1
-        return launch(runner, *args)
-
-    def on_host(runner: ModelRunner, plan: StepPlan, *logits_of: Any) -> Any:
-        steps["host"] += bool(plan.work)
-        return compute(runner, plan, *logits_of)
+    logits_of = DevicePasses.logits
 
     def together(passes: DevicePasses, first: int, end: int) -> Any:
         steps["together"] += 1
@@ -198,8 +207,7 @@ def test_edited_logits_need_no_host(
     requests[0] = replace(requests[0], stop=StopParams(max_tokens=9, token_ids=stops, min_tokens=4))
     expected[0] = generate(oracle, [off(requests[0])])[0]
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceRunner, "_launch", on_device)
-        patch.setattr(ModelRunner, "compute", on_host)
+        steps = counted_steps(patch)
         patch.setattr(DevicePasses, "logits", together)
         found = generate(engine, requests)
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]
@@ -498,24 +506,14 @@ def test_aborted_sequences_leave_their_seats(engine: Engine) -> None:
 
 def test_the_warm_up_takes_both_ways(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of the device, and those of the host, with every kernel that these have."""
-    steps: Counter[str] = Counter()
     launched: set[tuple[str, bool, bool]] = set()
-    launch, compute, launch_kernel = DeviceRunner._launch, ModelRunner.compute, triton_sampling._launch
-
-    def on_device(runner: DeviceRunner, *args: Any) -> Any:
-        steps["device"] += 1
-        return launch(runner, *args)
-
-    def on_host(runner: ModelRunner, plan: StepPlan, *logits_of: Any) -> Any:
-        steps["host"] += bool(plan.work)
-        return compute(runner, plan, *logits_of)
+    launch_kernel = triton_sampling._launch
 
     def launches(kernel: Any, *args: Any, **constants: bool) -> None:
         launched.add((kernel.__name__, constants.get("TRUNCATE", False), constants.get("NORMALISE", False)))
         launch_kernel(kernel, *args, **constants)
 
-    monkeypatch.setattr(DeviceRunner, "_launch", on_device)
-    monkeypatch.setattr(ModelRunner, "compute", on_host)
+    steps = counted_steps(monkeypatch)
     monkeypatch.setattr(sampling, "_on_gpu", lambda logits: True)
     monkeypatch.setattr(triton_sampling, "_launch", launches)
     monkeypatch.setattr(wiring, "_warm_up", quick_start.warm_up)

@@ -196,6 +196,18 @@ def test_logits_do_not_depend_on_the_batch(config: ModelConfig, format_: str) ->
     assert_batches_change_nothing(model)
 
 
+@pytest.mark.parametrize("format_", ["torch", *FORMATS])
+def test_logits_go_where_they_are_wanted(format_: str) -> None:
+    weights = random_weights(NativeDecoder(CONFIG, torch.float32), seed=0)
+    model = in_torch(CONFIG, weights) if format_ == "torch" else native(CONFIG, format_, weights)
+    hidden = torch.randn(3, CONFIG.hidden_size).to(model.dtype)
+    room = torch.full((4, CONFIG.vocab_size), torch.nan)
+    found = model.logits(hidden, room[:3])
+    assert found.data_ptr() == room.data_ptr()
+    assert torch.equal(room[:3], model.logits(hidden))
+    assert room[3].isnan().all()
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 def test_the_number_of_threads_changes_nothing(format_: str) -> None:
     config = replace(CONFIG, vocab_size=3000)

@@ -128,28 +128,27 @@ class Seats:
 
 def _write(table: Tensor, values: Iterable[tuple[int, int, Seq[int]]]) -> None:
     """Into rows of a table on the device, each from a column on: (row, column, values)."""
-    rows, columns, flat = [], [], []
-    for row, first, some in values:
-        rows.append(np.full(len(some), row))
-        columns.append(np.arange(first, first + len(some)))
-        flat.append(np.array(some, dtype=np.int64))
-    there = _send(np.stack([np.concatenate(part) for part in (rows, columns, flat)]), table.device)  # [3, num_values]
-    table[there[0], there[1]] = there[2].to(table.dtype)
+    _scatter(
+        table, [(row, np.arange(first, first + len(some)), np.array(some, np.int64)) for row, first, some in values]
+    )
 
 
 def _count(counts: Tensor, seats: Seq[Seat]) -> None:
     """All tokens of these texts, anew."""
-    rows, token_ids, values = [], [], []
+    values = []
     for seat in seats:
         assert seat.sequence.counts is not None
-        own, times = seat.sequence.counts.behind(())
-        rows.append(np.full(len(own), seat.index))
-        token_ids.append(own)
-        values.append(2 * times.astype(np.int64) + 1)
-    places = _send(np.array([seat.index for seat in seats]), counts.device)
-    there = _send(np.stack([np.concatenate(part) for part in (rows, token_ids, values)]), counts.device)  # [3, n]
-    counts[places] = 0
-    counts[there[0], there[1]] = there[2].to(counts.dtype)
+        token_ids, times = seat.sequence.counts.behind(())
+        values.append((seat.index, token_ids, 2 * times.astype(np.int64) + 1))
+    counts[_send(np.array([seat.index for seat in seats]), counts.device)] = 0
+    _scatter(counts, values)
+
+
+def _scatter(table: Tensor, values: Seq[tuple[int, NDArray[np.int64], NDArray[np.int64]]]) -> None:
+    """Into rows of a table on the device, each at some columns: (row, columns, values)."""
+    placed = [(np.full(len(some), row), columns, some) for row, columns, some in values]
+    there = _send(np.stack([np.concatenate(part) for part in zip(*placed, strict=True)]), table.device)  # [3, n]
+    table[there[0], there[1]] = there[2].to(table.dtype)
 
 
 def _send(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -158,22 +157,26 @@ def _send(array: NDArray[Any], device: torch.device) -> Tensor:
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
 
+def _forbidden(params: SequenceParams) -> set[int]:
+    """Tokens that may not stand before the completion has its least length."""
+    return set(params.constraints.stop_token_ids) if params.constraints.min_tokens else set()
+
+
 def _edited(params: SequenceParams) -> set[int]:
     """Tokens whose logits are edited one by one."""
-    forbidden = params.constraints.stop_token_ids if params.constraints.min_tokens else ()
-    return {*forbidden, *(token for token, _ in params.sampling.logit_bias)}
+    return _forbidden(params) | {token for token, _ in params.sampling.logit_bias}
 
 
 def _edits(sequence: Sequence) -> list[int]:
     params = sequence.params
-    biases, shortest = dict(params.sampling.logit_bias), params.constraints.min_tokens
-    forbidden = set(params.constraints.stop_token_ids) if shortest else ()
+    biases, forbidden = dict(params.sampling.logit_bias), _forbidden(params)
+    until = sequence.num_prompt_tokens + params.constraints.min_tokens
     words: list[int] = []
     for token in sorted(_edited(params)):
         edit = [0] * len(Edit)
         edit[Edit.TOKEN] = token
         edit[Edit.BIAS] = float_bits(biases.get(token, 0.0))
-        edit[Edit.FORBIDDEN_UNTIL] = sequence.num_prompt_tokens + shortest if token in forbidden else 0
+        edit[Edit.FORBIDDEN_UNTIL] = until if token in forbidden else 0
         words += edit
     return words
 
