@@ -26,16 +26,20 @@ constexpr int64_t CHUNK = 8;                  // groups of 16 positions
 constexpr int64_t POSITIONS = CHUNK * LANES;  // of a chunk
 constexpr int64_t QUERIES = 64;               // of a head that meet a chunk while it is in the cache
 constexpr int64_t MOST_HEADS = 8;             // that are computed together
-constexpr int64_t ROWS = 4;                   // of a product, at most
 constexpr int REGISTERS = LANES / REGISTER_LANES;
+// Of a product, at most. What has to be widened first meets more rows at once.
 #if defined(__AVX512F__)
-constexpr int PANELS = 4;
+constexpr int ROWS = HALVES_WIDE ? 8 : 4, PANELS = 4;
 #else
-constexpr int PANELS = 2;
+constexpr int ROWS = 4, PANELS = 2;
 #endif
 
 // Panels that so many rows meet at once: their sums stay in registers.
-constexpr int panels_at_once(int64_t rows) { return fit((int)rows, PANELS * REGISTERS) ? PANELS : 1; }
+constexpr int panels_at_once(int64_t rows) {
+    int panels = PANELS;
+    while (panels > 1 && !fit((int)rows, panels * REGISTERS)) panels /= 2;
+    return panels;
+}
 
 // ---- Lanes ----
 
@@ -76,11 +80,11 @@ template <class T>
 inline void store_weights(T* to, Floats x) {
 #if defined(__AVX512BF16__)
     if constexpr (!std::is_same_v<T, float>) {
-        bfloat16 halves[LANES];
-        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
-        std::memcpy(halves, &rounded, sizeof rounded);
-        if constexpr (std::is_same_v<T, bfloat16>) std::memcpy(to, halves, sizeof halves);
-        if constexpr (std::is_same_v<T, WideHalf>) store(&to->value, load(halves));
+        const __m256i halves = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+        if constexpr (std::is_same_v<T, bfloat16>) std::memcpy(to, &halves, sizeof halves);
+        if constexpr (std::is_same_v<T, WideHalf>) {
+            store(&to->value, (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+        }
         return;
     }
 #endif
@@ -89,12 +93,13 @@ inline void store_weights(T* to, Floats x) {
 
 // ---- Memory ----
 
-// What is read next, fetched a little at a time, between products, in the order of memory: asked for at once, it would
-// hold up what stands behind. Blocks lie too far apart for the prefetcher of the memory, and tile loads do not wake it.
+// What is read next, fetched a little at a time, as evenly as what is computed meanwhile takes time, in the order of memory:
+// asked for at once, it would hold up what stands behind. Blocks lie too far apart for the prefetcher of the memory, and
+// tile loads do not wake it.
 class Ahead {
 public:
     void add(const void* begin, int64_t bytes) {
-        const Span span = {(const char*)begin, (const char*)begin, (const char*)begin + bytes};
+        const Span span = {(const char*)begin, (const char*)begin + bytes};
         if (count_ > 0 && spans_[count_ - 1].end == span.begin) {
             spans_[count_ - 1].end = span.end;
         } else {
@@ -103,112 +108,166 @@ public:
         lines_ += bytes / 64;
     }
 
+    int64_t lines() const { return lines_; }
+
     // Over so many calls of `step`, evenly.
-    void spread(int64_t steps) { apart_ = std::max<int64_t>(1, steps * FEW / std::max<int64_t>(1, lines_)); }
+    void spread(int64_t steps) { steps_ = steps * FEW; }
 
     inline void step() {
-        if (--left_ > 0) return;
-        left_ = apart_;
-        fetch<FEW>();
+        due_ += lines_;
+        if (due_ < steps_) return;
+        due_ -= steps_;
+        fetch();
     }
 
-    template <int LINES>
+    // A few lines.
     inline void fetch() {
-        if (next_ == count_) return;
-        Span& span = spans_[next_];
-        // Lines of a stretch that is not whole would change place with somebody else's.
-        const char* const stretch = span.begin - (uintptr_t)span.begin % STRETCH;
-        const bool whole = IN_TURN && stretch >= span.first && span.end - stretch >= STRETCH;
-        [[maybe_unused]] const char* const some = whole ? in_turn(span.begin) : span.begin;
-        [[maybe_unused]] const int64_t apart = whole ? NEXT_LINE : 64;
-#pragma GCC unroll 8
-        for (int line = 0; line < LINES; ++line) {
-            // The compiler leaves out functions that do nothing but __builtin_prefetch.
-#if defined(TILES)
-            asm volatile("prefetcht1 %0" ::"m"(span.begin[64 * line]));
-#elif defined(__x86_64__)
-            asm volatile("prefetcht2 %0" ::"m"(some[apart * line]));
-#else
-            __builtin_prefetch(span.begin + 64 * line, 0, 1);
-#endif
+        if (turns_ == 0 && !go_on()) return;
+        --turns_;
+        if (in_turn_) {
+            fetch<PAGE>();
+            at_ += 64;
+        } else {
+            fetch<64>();
+            at_ += 64 * FEW;
         }
-        span.begin += 64 * LINES;
-        if (span.begin >= span.end) ++next_;
     }
+
+    static constexpr int FEW = 4;  // lines between products of vectors; 2 are slower
 
 private:
-    static constexpr int FEW = 4;  // lines between products of vectors; 2 are slower
+#if defined(TILES)
+    static constexpr bool BY_PAGES = false;
+#else
+    static constexpr bool BY_PAGES = IN_TURN;
+#endif
+
     struct Span {
-        const char *first, *begin, *end;  // begin moves on
+        const char *begin, *end;  // begin moves on
     };
-    Span spans_[CHUNK * MOST_HEADS];
+
+    // So many bytes from each other. The compiler leaves out functions that do nothing but __builtin_prefetch.
+    template <int64_t APART>
+    inline void fetch() const {
+#pragma GCC unroll 4
+        for (int line = 0; line < FEW; ++line) {
+#if defined(TILES)
+            asm volatile("prefetcht1 %0" ::"m"(at_[APART * line]));
+#elif defined(__x86_64__)
+            asm volatile("prefetcht2 %0" ::"m"(at_[APART * line]));
+#else
+            __builtin_prefetch(at_ + APART * line, 0, 1);
+#endif
+        }
+    }
+
+    // To the next stretch. Lines of one that is not whole would change place with somebody else's.
+    bool go_on() {
+        while (next_ < count_ && spans_[next_].begin == spans_[next_].end) ++next_;
+        if (next_ == count_) return false;
+        Span& span = spans_[next_];
+        at_ = span.begin;
+        const int64_t left = span.end - at_, most = BY_PAGES ? STRETCH - (uintptr_t)at_ % STRETCH : left;
+        in_turn_ = BY_PAGES && most == STRETCH && left >= STRETCH;
+        span.begin += std::min(most, left);
+        turns_ = ceil_div(std::min(most, left), 64 * FEW);
+        return true;
+    }
+
+    Span spans_[2 * CHUNK * MOST_HEADS];
     int count_ = 0, next_ = 0;
-    int64_t lines_ = 0, apart_ = 1, left_ = 1;
+    int64_t lines_ = 0, steps_ = 0, due_ = 0;
+    const char* at_ = nullptr;  // of a stretch, what is asked for next
+    int64_t turns_ = 0;         // that it takes from there
+    bool in_turn_ = false;
 };
 
 // ---- Products of matrices ----
 
+// Up to 16 rows that meet panels, [size / PIECE][16][PIECE]: one address serves them all.
+template <class X>
+struct Left {
+    X* data;
+
+    X* at(int64_t row, int64_t k) const { return data + (k / PIECE<X> * LANES + row) * PIECE<X> + k % PIECE<X>; }
+};
+
 // Rows of a matrix, `stride` elements apart.
-template <class T>
 struct Rows {
-    T* data;
+    float* data;
     int64_t stride;
 };
 
-// A matrix in panels of 16 columns. Each has `parts` parts [pairs][16][pair], with pairs `stride` elements apart;
-// `at(panel, part)` says where one begins.
+// A matrix of `size` rows in `count` panels of 16 columns. Each has parts of 16 rows, the last perhaps of fewer:
+// [16 / pair][16][pair], with pairs `stride` elements apart; `at(panel, part)` says where one begins.
 template <class At>
 struct Panels {
-    int64_t parts, pairs, stride;
+    int64_t count, size, stride;
     At at;
 };
 template <class At>
 Panels(int64_t, int64_t, int64_t, At) -> Panels<At>;
 
-// N panels from `first` of out = left * right, for ROWS rows.
+// N panels from `first` of out = left * right, for ROWS rows from `row` on.
 template <int N, int ROWS, class T, class X, class At>
-void multiply_rows(Rows<float> out, Rows<const X> left, const Panels<At>& right, int64_t first, Ahead& ahead) {
-    const X* rows[ROWS];
-    for (int i = 0; i < ROWS; ++i) rows[i] = left.data + i * left.stride;
-    Register sums[N][ROWS][REGISTERS] = {};
-    int64_t k = 0;
-    for (int64_t part = 0; part < right.parts; ++part) {
-        const T* panels[N];
-        for (int n = 0; n < N; ++n) panels[n] = right.at(first + n, part);
-        for (int64_t pair = 0; pair < right.pairs; ++pair, k += PAIR<T>) {
-            ahead.step();
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) step(sums[n], panels[n] + pair * right.stride, rows, k);
+void multiply_rows(Rows out, Left<X> left, int64_t row, const Panels<At>& right, int64_t first, Ahead& ahead) {
+    constexpr int WIDTH = N * REGISTERS;
+    // The part that comes next goes to the first cache meanwhile; more rows wait for arithmetic, not for the second one.
+    constexpr bool NEXT = IN_TURN && ROWS <= 4;
+    Register sums[ROWS][WIDTH] = {};
+    for (int64_t k = 0; k < right.size;) {
+        const int64_t part = k / LANES, end = std::min(k + LANES, right.size);
+        const bool inside = end < right.size, last = !inside && first + 2 * N > right.count;
+        const T *panels[N], *next[N];
+        for (int n = 0; n < N; ++n) {
+            panels[n] = right.at(first + n, part);
+            if (NEXT) next[n] = last ? panels[n] : inside ? right.at(first + n, part + 1) : right.at(first + N + n, 0);
         }
-    }
+        for (const X* from = left.at(row, k); k < end; k += PAIR<T>, from += PAIR<T>) {
+            ahead.step();
+            const X* rows[ROWS];
+#pragma GCC unroll 8
+            for (int i = 0; i < ROWS; ++i) rows[i] = from + i * PIECE<X>;
+            const auto weights = [&](int column) {
+                return panels[column / REGISTERS] + column % REGISTERS * REGISTER_LANES * PAIR<T>;
+            };
+            step<T>(sums, weights, rows, 0);
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-#pragma GCC unroll 4
-        for (int i = 0; i < ROWS; ++i) {
-#pragma GCC unroll 4
-            for (int j = 0; j < REGISTERS; ++j) {
-                store_register(out.data + i * out.stride + (first + n) * LANES + j * REGISTER_LANES, sums[n][i][j]);
+            for (int n = 0; n < N; ++n) {
+                panels[n] += right.stride;
+                if (!NEXT) continue;
+                __builtin_prefetch(next[n], 0, 3);
+                next[n] += right.stride;
             }
         }
     }
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i) {
+        float* const to = out.data + (row + i) * out.stride + first * LANES;
+#pragma GCC unroll 4
+        for (int column = 0; column < WIDTH; ++column) store_register(to + column * REGISTER_LANES, sums[i][column]);
+    }
+}
+
+// Calls use(count) for a count from 1 to MOST, as a constant.
+template <int MOST, class Use>
+inline void as_constant(int64_t count, const Use& use) {
+    if constexpr (MOST > 1) {
+        if (count < MOST) return as_constant<MOST - 1>(count, use);
+    }
+    use(std::integral_constant<int, MOST>());
 }
 
 // The same for as many rows as there are.
 template <int N, class T, class X, class At>
-void multiply(Rows<float> out, Rows<const X> left, int64_t rows, const Panels<At>& right, int64_t first,
-              Ahead& ahead) {
-    const auto some = [&](auto count, int64_t row) {
-        constexpr int COUNT = decltype(count)::value, AT_ONCE = std::min(N, panels_at_once(COUNT));
-        const Rows<float> to = {out.data + row * out.stride, out.stride};
-        const Rows<const X> from = {left.data + row * left.stride, left.stride};
-        for (int n = 0; n < N; n += AT_ONCE) multiply_rows<AT_ONCE, COUNT, T>(to, from, right, first + n, ahead);
-    };
-    int64_t row = 0;
-    for (; row + ROWS <= rows; row += ROWS) some(std::integral_constant<int, ROWS>(), row);
-    switch (rows - row) {
-        case 3: return some(std::integral_constant<int, 3>(), row);
-        case 2: return some(std::integral_constant<int, 2>(), row);
-        case 1: return some(std::integral_constant<int, 1>(), row);
+void multiply(Rows out, Left<X> left, int64_t rows, const Panels<At>& right, int64_t first, Ahead& ahead) {
+    for (int64_t row = 0; row < rows; row += ROWS) {
+        as_constant<ROWS>(std::min<int64_t>(ROWS, rows - row), [&](auto count) {
+            constexpr int COUNT = decltype(count)::value, AT_ONCE = std::min(N, panels_at_once(COUNT));
+            for (int n = 0; n < N; n += AT_ONCE) {
+                multiply_rows<AT_ONCE, COUNT, T>(out, left, row, right, first + n, ahead);
+            }
+        });
     }
 }
 
@@ -225,20 +284,16 @@ inline TileShapes shapes(int64_t rows) {
 
 // The same for as many rows as the tiles have, and a multiple of PAIRS pairs.
 template <int PAIRS, int... N, class At>
-void multiply_tiles(std::integer_sequence<int, N...>, Rows<float> out, Rows<const bfloat16> left,
-                    const Panels<At>& right, int64_t first, Ahead& ahead) {
+void multiply_tiles(std::integer_sequence<int, N...>, Rows out, Left<bfloat16> left, const Panels<At>& right,
+                    int64_t first, Ahead& ahead) {
     constexpr int LEFT = PAIRS == 16 ? 4 : 6, RIGHT = LEFT + 1;
-    constexpr int PER_TILE = 8;  // 4 and 16 are slower
     asm volatile("" ::: "memory");  // tile loads do not say what they read
     (clear_tile<N>(), ...);
-    const bfloat16* pairs = left.data;
-    for (int64_t part = 0; part < right.parts; ++part) {
-        for (int64_t k = 0; k < right.pairs; k += PAIRS, pairs += 2 * PAIRS) {
-            load_tile<LEFT>(pairs, left.stride * sizeof(bfloat16));
-            ((load_tile<RIGHT>(right.at(first + N, part) + k * right.stride, right.stride * sizeof(bfloat16)),
-              multiply_bfloat16_tiles<N, LEFT, RIGHT>(), ahead.fetch<PER_TILE>()),
-             ...);
-        }
+    for (int64_t k = 0; k < right.size; k += 2 * PAIRS) {
+        load_tile<LEFT>(left.at(0, k), 64);
+        ((load_tile<RIGHT>(right.at(first + N, k / LANES), right.stride * sizeof(bfloat16)),
+          multiply_bfloat16_tiles<N, LEFT, RIGHT>(), ahead.fetch(), ahead.fetch()),  // once or four times is slower
+         ...);
     }
     (store_tile<N>(out.data + (first + N) * LANES, out.stride * sizeof(float)), ...);
 }
@@ -336,20 +391,21 @@ private:
     // Of the queries of one KV head: query i is head i % sharing of row i / sharing.
     struct State {
         Activation<T>* queries;
+        int64_t padded;
         float* sums;
         Softmax* softmax;
+
+        // Those that are computed together with a query.
+        attention::Left<Activation<T>> together(int64_t query) const {
+            return {queries + query / LANES * LANES * padded};
+        }
     };
 
     // Of 16 queries of one KV head and one chunk.
     struct Work {
         T* values;  // copies of some
-        Activation<T>* weights;
+        attention::Left<Activation<T>> weights;
         float *scores, *means;
-    };
-
-    // What is fetched while keys are multiplied, and while values are.
-    struct Fetched {
-        attention::Ahead values, keys;
     };
 
     // This thread's, for one piece at a time.
@@ -357,32 +413,37 @@ private:
         Activation<T>* queries;
         float* sums;
         Softmax* softmax;
-        Work first;
-        int64_t room, head_dim, width;
+        T* values;
+        Activation<T>* weights;
+        float *scores, *means;
+        int64_t room, padded, width;
 
         // For queries of each head, of which so many are computed together.
         Memory(int64_t heads, int64_t room, int64_t together, int64_t head_dim, int64_t width)
-            : room(room), head_dim(head_dim), width(width) {
+            : room(room), padded(Tiled<Activation<T>>::padded(head_dim)), width(width) {
             thread_local Scratch scratch[7];
-            queries = scratch[0].get<Activation<T>>(heads * room * head_dim);
+            queries = scratch[0].get<Activation<T>>(heads * round_up(room, LANES) * padded);
             sums = scratch[1].get<float>(heads * room * width);
             softmax = scratch[2].get<Softmax>(heads * ceil_div(room, LANES));
-            first.values = scratch[3].get<T>(together * attention::POSITIONS * width);
-            first.weights = scratch[4].get<Activation<T>>(together * LANES * attention::POSITIONS);
-            first.scores = scratch[5].get<float>(together * LANES * attention::POSITIONS);
-            first.means = scratch[6].get<float>(together * LANES * width);
+            values = scratch[3].get<T>(together * attention::POSITIONS * width);
+            weights = scratch[4].get<Activation<T>>(together * LANES * attention::POSITIONS);
+            scores = scratch[5].get<float>(together * LANES * attention::POSITIONS);
+            means = scratch[6].get<float>(together * LANES * width);
         }
 
         State state(int64_t head) const {
             const int64_t first = head * room;
-            return {queries + first * head_dim, sums + first * width, softmax + head * ceil_div(room, LANES)};
+            return {queries + head * round_up(room, LANES) * padded, padded, sums + first * width,
+                    softmax + head * ceil_div(room, LANES)};
         }
 
         // Of a head among those that are computed together.
         Work work(int64_t index) const {
             const int64_t size = index * LANES * attention::POSITIONS;
-            return {first.values + index * attention::POSITIONS * width, first.weights + size, first.scores + size,
-                    first.means + index * LANES * width};
+            return {values + index * attention::POSITIONS * width,
+                    {weights + size},
+                    scores + size,
+                    means + index * LANES * width};
         }
     };
 
@@ -404,8 +465,8 @@ private:
         }
     }
 
-    // `next`, which may be null, is the piece that this thread computes after it. While keys are multiplied, the values of
-    // the same positions are fetched; while those are, the keys that come next.
+    // `next`, which may be null, is the piece that this thread computes after it. Meanwhile values of the same positions are
+    // fetched, and then the keys that come next.
     void attend(const Layer& layer, const Piece& piece, const Piece* next) const {
         const int64_t queries = piece.rows * sharing_, groups = groups_until(piece.context() - 1);
 #ifdef TILES
@@ -427,19 +488,25 @@ private:
                         return attend_one_by_one(layer, piece, next);
                     }
                 }
-                Fetched fetched;
-                add_lines(fetched.values, current, &Group::values, {head, together});
+                // Vectors fetch one after the other, as fast in all phases; tiles what is read next in each.
+                attention::Ahead values, apart;
+                attention::Ahead& keys = tiles_ ? apart : values;
+                add_lines(values, current, &Group::values, {head, together});
+                const int64_t lines = values.lines();
                 if (head + together < piece.heads) {
-                    add_lines(fetched.keys, current, &Group::keys, {head + together, together});
+                    add_lines(keys, current, &Group::keys, {head + together, together});
                 } else if (after) {
-                    add_lines(fetched.keys, following, &Group::keys, {0, std::min(together, after->heads)});
+                    add_lines(keys, following, &Group::keys, {0, std::min(together, after->heads)});
                 }
-                const int64_t at_once = std::min<int64_t>(LANES, queries), pairs = LANES / PAIR<T>;
-                fetched.values.spread(together * steps(at_once, current.count, pages_.head_dim / PAIR<T>));
-                fetched.keys.spread(together * steps(queries, width_ / LANES, current.count * pairs));
+                // Values must be there when the first queries have their weights.
+                const int64_t first_queries = std::min<int64_t>(LANES, queries);
+                const int64_t soonest = together * steps_to_weights(first_queries, current.count);
+                const int64_t all = together * (steps_to_weights(queries, current.count) +
+                                                steps(queries, width_ / LANES, current.count * LANES / PAIR<T>));
+                values.spread(std::min(all, soonest * values.lines() / lines));
                 for (int64_t query = 0; query < queries; query += LANES) {
                     const int64_t count = std::min<int64_t>(LANES, queries - query);
-                    add(memory, {head, together}, chunks, piece, {query, count}, fetched);
+                    add(memory, {head, together}, chunks, piece, {query, count}, values, keys);
                 }
             }
             current = following;
@@ -447,11 +514,16 @@ private:
         for (int64_t head = 0; head < piece.heads; ++head) finish(memory.state(head), layer, piece, head);
     }
 
-    // That vectors take for so many rows and panels of so many pairs.
+    // Times that vectors call Ahead::step for so many queries and groups of positions, of one head.
+    int64_t steps_to_weights(int64_t queries, int64_t groups) const {
+        return steps(queries, groups, pages_.head_dim / PAIR<T>) + queries * ceil_div(groups, 2);
+    }
+
+    // The same in products of so many rows and panels of so many pairs.
     static int64_t steps(int64_t rows, int64_t panels, int64_t pairs) {
         const auto of = [&](int64_t some) {
-            if (attention::panels_at_once(some) == 1) return panels * pairs;
-            return (panels / attention::PANELS + panels % attention::PANELS) * pairs;
+            constexpr int64_t MOST = attention::PANELS;
+            return (panels / MOST * (MOST / attention::panels_at_once(some)) + panels % MOST) * pairs;
         };
         const int64_t left = rows % attention::ROWS;
         return rows / attention::ROWS * of(attention::ROWS) + (left ? of(left) : 0);
@@ -478,10 +550,18 @@ private:
         const int64_t size = sharing_ * pages_.head_dim, queries = piece.rows * sharing_, room = room_for(queries);
         for (int64_t i = 0; i < piece.rows; ++i) {
             const int64_t row = piece.first_row + i;
-            const T* const from = layer.query + (row * pages_.num_kv_heads + piece.first_head + head) * size;
-            for (int64_t j = 0; j < size; ++j) convert(from[j], state.queries[i * size + j]);
+            const T* from = layer.query + (row * pages_.num_kv_heads + piece.first_head + head) * size;
+            for (int64_t query = i * sharing_; query < (i + 1) * sharing_; ++query, from += pages_.head_dim) {
+                const attention::Left<Activation<T>> left = state.together(query);
+                for (int64_t d = 0; d < pages_.head_dim; d += LANES) {
+                    const int64_t count = std::min<int64_t>(LANES, pages_.head_dim - d);
+                    for (int64_t j = 0; j < count; ++j) convert(from[d + j], left.at(query % LANES, d)[j]);
+                }
+            }
         }
-        std::fill(state.queries + piece.rows * size, state.queries + room * pages_.head_dim, Activation<T>{});
+        for (int64_t query = queries; query < room; ++query) {
+            for (int64_t d = 0; d < pages_.head_dim; ++d) *state.together(query).at(query % LANES, d) = {};
+        }
         std::fill_n(state.sums, room * width_, 0.0f);
         for (int64_t query = 0; query < queries; query += LANES) {
             Softmax& softmax = state.softmax[query / LANES];
@@ -516,6 +596,7 @@ private:
     // Puts copies in the place of values that not all see, with zeros where nobody sees them; and of all values, if they
     // must be padded. Returns false if that is not enough.
     bool copy_values(T* to, Chunk& chunk, const Piece& piece) const {
+        if (width_ == pages_.head_dim && chunk.all_seen(piece.visible)) return true;
         bool finite = true;
         for (int64_t g = 0; g < chunk.count; ++g, to += LANES * width_) {
             Group& group = chunk.groups[g];
@@ -544,38 +625,29 @@ private:
         return !any(infinite);
     }
 
-    // One chunk of each of some heads, for 16 queries at most. Where several heads are computed together, they take turns
-    // while the pages are read, which hold them side by side: so memory is read in few long stretches.
+    // One chunk of each of some heads, for 16 queries at most: of all heads the weights first, then the means, so that memory
+    // is read in few long stretches, which hold the heads side by side.
     void add(const Memory& memory, Range heads, const Chunk* chunks, const Piece& piece, Range queries,
-             Fetched& fetched) const {
+             attention::Ahead& values, attention::Ahead& keys) const {
         const int64_t groups = chunks[0].count;
-        for (int64_t first = 0; first < groups; first += attention::PANELS) {
-            const Range panels = {first, std::min<int64_t>(attention::PANELS, groups - first)};
-            for (int64_t i = 0; i < heads.count; ++i) {
-                const State state = memory.state(heads.first + i);
-                const attention::Rows<const Activation<T>> left = {state.queries + queries.first * pages_.head_dim,
-                                                                   pages_.head_dim};
-                const attention::Panels keys = {1, pages_.head_dim / PAIR<T>, PIECE<T>,
-                                                [&](int64_t group, int64_t) { return chunks[i].groups[group].keys; }};
-                const attention::Rows<float> scores = {memory.work(i).scores, attention::POSITIONS};
-                multiply<16>(scores, left, queries.count, keys, panels, fetched.values);
-            }
-        }
         Floats corrections[attention::MOST_HEADS];
         for (int64_t i = 0; i < heads.count; ++i) {
-            Softmax& softmax = memory.state(heads.first + i).softmax[queries.first / LANES];
-            corrections[i] = weigh(memory.work(i), softmax, chunks[i], piece, queries);
+            const State state = memory.state(heads.first + i);
+            const Work work = memory.work(i);
+            const attention::Panels of_keys = {
+                groups, pages_.head_dim, PIECE<T>,
+                [&](int64_t group, int64_t part) { return chunks[i].groups[group].keys + part * LANES * LANES; }};
+            multiply<16>({work.scores, attention::POSITIONS}, state.together(queries.first), queries.count, of_keys,
+                         values);
+            corrections[i] = weigh(work, state.softmax[queries.first / LANES], chunks[i], piece, queries, values);
         }
         for (int64_t i = 0; i < heads.count; ++i) {
             const Work work = memory.work(i);
-            const attention::Rows<const Activation<T>> left = {work.weights, attention::POSITIONS};
-            const attention::Panels values = {
-                groups, LANES / PAIR<T>, width_ * PAIR<T>,
+            const attention::Panels of_values = {
+                width_ / LANES, groups * LANES, width_ * PAIR<T>,
                 [&](int64_t column, int64_t group) { return chunks[i].groups[group].values + column * PIECE<T>; }};
-            multiply<8>({work.means, width_}, left, queries.count, values, {0, width_ / LANES}, fetched.keys);
-        }
-        for (int64_t i = 0; i < heads.count; ++i) {
-            const float* const means = memory.work(i).means;
+            multiply<8>({work.means, width_}, work.weights, queries.count, of_values, keys);
+            const float* const means = work.means;
             for (int64_t query = 0; query < queries.count; ++query) {
                 float* const sums = memory.state(heads.first + i).sums + (queries.first + query) * width_;
                 for (int64_t d = 0; d < width_; d += LANES) {
@@ -587,8 +659,8 @@ private:
 
     // Some panels of out = left * right; on tiles, of so many pairs, for every number of rows, or their bits would differ.
     template <int PAIRS, class At>
-    void multiply(attention::Rows<float> out, attention::Rows<const Activation<T>> left, int64_t rows,
-                  const attention::Panels<At>& right, Range panels, attention::Ahead& ahead) const {
+    void multiply(attention::Rows out, attention::Left<Activation<T>> left, int64_t rows,
+                  const attention::Panels<At>& right, attention::Ahead& ahead) const {
         const auto some = [&](auto count, int64_t first) {
             constexpr int N = decltype(count)::value;
 #ifdef TILES
@@ -600,14 +672,14 @@ private:
             attention::multiply<N, T>(out, left, rows, right, first, ahead);
         };
         constexpr int MOST = attention::PANELS;
-        const int64_t end = panels.first + panels.count;
-        int64_t first = panels.first;
-        for (; first + MOST <= end; first += MOST) some(std::integral_constant<int, MOST>(), first);
-        for (; first < end; ++first) some(std::integral_constant<int, 1>(), first);
+        int64_t first = 0;
+        for (; first + MOST <= right.count; first += MOST) some(std::integral_constant<int, MOST>(), first);
+        for (; first < right.count; ++first) some(std::integral_constant<int, 1>(), first);
     }
 
     // Weights from scores, which are overwritten; returns what earlier sums of each query must be multiplied by.
-    Floats weigh(const Work& work, Softmax& state, const Chunk& chunk, const Piece& piece, Range queries) const {
+    Floats weigh(const Work& work, Softmax& state, const Chunk& chunk, const Piece& piece, Range queries,
+                 attention::Ahead& ahead) const {
         const int64_t query = queries.first, count = queries.count;
         const bool all_seen = chunk.all_seen(piece.visible + query / sharing_);
         Floats largest = {};
@@ -627,14 +699,15 @@ private:
         state.base = base;
         for (int64_t i = 0; i < count; ++i) {
             const float* const scores = work.scores + i * attention::POSITIONS;
-            Activation<T>* const weights = work.weights + i * attention::POSITIONS;
             for (int64_t g = 0; g < chunk.count; ++g) {
+                if (g % 2 == 0) ahead.step();
                 const Floats power = fused(load(scores + g * LANES), all(scale_), all(-base[i]));
                 constexpr bool ROUNDED = std::is_same_v<T, bfloat16>;
-                attention::store_weights(weights + g * LANES, powers_of_two<ROUNDED>(power));
+                attention::store_weights(work.weights.at(i, g * LANES), powers_of_two<ROUNDED>(power));
             }
-            if (chunk.count % 2 == 1) std::fill_n(weights + chunk.count * LANES, LANES, Activation<T>{});  // they are added in twos
-            add_up(state.totals[i], weights, chunk.count * LANES, correction[i]);
+            // They are added in twos.
+            if (chunk.count % 2 == 1) std::fill_n(work.weights.at(i, chunk.count * LANES), LANES, Activation<T>{});
+            add_up(state.totals[i], work.weights, i, chunk.count * LANES, correction[i]);
         }
         return correction;
     }
@@ -645,7 +718,8 @@ private:
     }
 
     // totals = totals * correction + the weights as they were rounded, so that a mean of equal values is that value.
-    static void add_up(float* totals, const Activation<T>* weights, int64_t count, float correction) {
+    static void add_up(float* totals, attention::Left<Activation<T>> weights, int64_t row, int64_t count,
+                       float correction) {
         using Both = Factors<T, Activation<T>>;
         constexpr int64_t STEP = LANES * PAIR<T> / Both::PARTS;
         for (int lane = 0; lane < LANES; lane += REGISTER_LANES) {
@@ -653,9 +727,9 @@ private:
             for (int64_t k = lane * PAIR<T> / Both::PARTS; k < count; k += STEP) {
                 if constexpr (std::is_same_v<Activation<T>, bfloat16>) {
                     const bfloat16 ones[] = {from_float<bfloat16>(1), from_float<bfloat16>(1)};
-                    total = multiply_add_pairs((Bits)load_register(weights + k), broadcast_word(ones), total);
+                    total = multiply_add_pairs((Bits)load_register(weights.at(row, k)), broadcast_word(ones), total);
                 } else {
-                    total += load_register(weights + k);
+                    total += load_register(weights.at(row, k));
                 }
             }
             store_register(totals + lane, total);

@@ -52,8 +52,12 @@ void attention_alone(const T* query, const PacelineBatch& from, const Pages& pag
     Team team(from.num_threads);
 #pragma omp parallel num_threads(from.num_threads)
     attention(team, tiled, query, keys, keys + from.kv_elements);
+    constexpr int64_t TOGETHER = PIECE<Activation<T>>;
     for (int64_t row = 0; row < rows; ++row) {
-        for (int64_t i = 0; i < size; ++i) convert(*tiled.at(row, i), out[row * size + i]);
+        for (int64_t i = 0; i < size; i += TOGETHER) {
+            const Activation<T>* const from = tiled.at(row, i);
+            for (int64_t j = 0; j < std::min(TOGETHER, size - i); ++j) convert(from[j], out[row * size + i + j]);
+        }
     }
 }
 

@@ -69,16 +69,13 @@ struct Factors<uint8_t, WideByte> {
     }
 };
 
-// Adds the product of 4 bytes of each row, `k` elements from where it begins, and a line of weights for each pair of
-// columns. The factor of which there is less waits in registers. With ONCE no cache needs to keep the weights.
-template <bool ONCE = false, int ROWS, int WIDTH, class W, class X, class Sum>
-inline void step(Sum (&sums)[ROWS][WIDTH], const W* weights, const X* const (&rows)[ROWS], int64_t k) {
+// Adds the product of 4 bytes of each row, `k` elements from where it begins, and a register of weights for each column,
+// `weights(column)`. The factor of which there is less waits in registers. With ONCE no cache needs to keep the weights.
+template <class W, bool ONCE = false, int ROWS, int WIDTH, class X, class Sum, class At>
+inline void step(Sum (&sums)[ROWS][WIDTH], const At& weights, const X* const (&rows)[ROWS], int64_t k) {
     using Both = Factors<W, X>;
     using Factor = decltype(Both::input(*rows, 0));
-    const auto line = [&](int column) {
-        const W* const from = weights + column * REGISTER_LANES * PAIR<W>;
-        return ONCE ? load_once(from) : load_register(from);
-    };
+    const auto line = [&](int column) { return ONCE ? load_once(weights(column)) : load_register(weights(column)); };
 #pragma GCC unroll 2
     for (int part = 0; part < Both::PARTS; ++part) {
         if constexpr (ROWS < WIDTH) {

@@ -170,7 +170,8 @@ inline void add_products(Sum (&sums)[ROWS][WIDTH], const Tiled<X>& x, int64_t ro
                 from.next = fetch<LINES>(from.weights, from.next, index);
                 const X* rows[ROWS];
                 for (int i = 0; i < ROWS; ++i) rows[i] = first + i * PIECE<X>;
-                step<LINES == ONCE>(sums, from.weights, rows, k + index * PAIR<W>);
+                const auto weights = [&](int column) { return from.weights + column * REGISTER_LANES * PAIR<W>; };
+                step<W, LINES == ONCE>(sums, weights, rows, k + index * PAIR<W>);
                 from.weights += 2 * PIECE<W>;
             }
         }
