@@ -119,9 +119,9 @@ constexpr int columns_at_once(int rows) {
     return columns;
 }
 
-// Bytes from what is multiplied to what is fetched, if it is not the next tile.
-constexpr int64_t AHEAD = IN_TURN ? STRETCH : 1024;
-constexpr int CACHE = IN_TURN ? 2 : 3;  // where it goes to: to the second one, or the first
+// Bytes from what is multiplied to what is fetched into the first cache, if it is not the next tile; and where lines are
+// asked for in turn, to what is fetched into the second one.
+constexpr int64_t AHEAD = IN_TURN ? PAGE : 1024, FAR_AHEAD = STRETCH;
 
 // Lines of the next tile that are fetched for every eight lines of weights; or else, with NEAR, what comes AHEAD of them,
 // or with NOTHING, nothing, and with ONCE, neither: then caches need not keep the weights either.
@@ -138,9 +138,14 @@ inline const char* fetch(const void* weights, const char* next, int index) {
     if constexpr (LINES == NOTHING || LINES == ONCE) {
         return next;
     } else if constexpr (LINES == NEAR) {
-        const char* const near = in_turn((const char*)weights + AHEAD);
-        __builtin_prefetch(near, 0, CACHE);
-        __builtin_prefetch(near + NEXT_LINE, 0, CACHE);
+        if constexpr (IN_TURN) {
+            const char* const far = in_turn((const char*)weights + FAR_AHEAD);
+            __builtin_prefetch(far, 0, 2);
+            __builtin_prefetch(far + NEXT_LINE, 0, 2);
+        }
+        const char* const near = (const char*)weights + AHEAD;
+        __builtin_prefetch(near, 0, 3);
+        __builtin_prefetch(near + 64, 0, 3);
         return next;
     } else {
         const int count = (index + 1) * LINES / 4 - index * LINES / 4;
