@@ -27,7 +27,7 @@ constexpr int64_t POSITIONS = CHUNK * LANES;  // of a chunk
 constexpr int64_t QUERIES = 64;               // of a head that meet a chunk while it is in the cache
 constexpr int64_t MOST_HEADS = 8;             // that are computed together
 constexpr int REGISTERS = LANES / REGISTER_LANES;
-// Of a product, at most. What has to be widened first meets more rows at once.
+// Of a product, at most. Where AVX-512 has to widen what it multiplies, more rows meet it at once.
 #if defined(__AVX512F__)
 constexpr int ROWS = HALVES_WIDE ? 8 : 4, PANELS = 4;
 #else
@@ -133,9 +133,9 @@ public:
         }
     }
 
-    static constexpr int FEW = 4;  // lines between products of vectors; 2 are slower
-
 private:
+    static constexpr int FEW = 4;  // lines that are asked for at once; between products of vectors 2 are slower
+
 #if defined(TILES)
     static constexpr bool BY_PAGES = false;
 #else
@@ -244,7 +244,7 @@ void multiply_rows(Rows out, Left<X> left, int64_t row, const Panels<At>& right,
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i) {
         float* const to = out.data + (row + i) * out.stride + first * LANES;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int column = 0; column < WIDTH; ++column) store_register(to + column * REGISTER_LANES, sums[i][column]);
     }
 }
@@ -416,7 +416,7 @@ private:
         T* values;
         Activation<T>* weights;
         float *scores, *means;
-        int64_t room, padded, width;
+        int64_t room, padded, width;  // queries of a head; head_dim in whole pieces; and in whole vectors
 
         // For queries of each head, of which so many are computed together.
         Memory(int64_t heads, int64_t room, int64_t together, int64_t head_dim, int64_t width)
@@ -492,7 +492,7 @@ private:
                 attention::Ahead values, apart;
                 attention::Ahead& keys = tiles_ ? apart : values;
                 add_lines(values, current, &Group::values, {head, together});
-                const int64_t lines = values.lines();
+                const int64_t lines = std::max<int64_t>(1, values.lines());
                 if (head + together < piece.heads) {
                     add_lines(keys, current, &Group::keys, {head + together, together});
                 } else if (after) {
@@ -531,9 +531,13 @@ private:
 
     // Keys or values of some heads, in the order of memory; the chunk is of the first head of their piece.
     void add_lines(attention::Ahead& to, const Chunk& chunk, const T* Group::*part, Range heads) const {
-        for (int64_t g = 0; g < chunk.count; ++g) {
+        for (int64_t g = 0, end; g < chunk.count; g = end) {
+            const T* const begin = chunk.groups[g].*part;
+            for (end = g + 1; end < chunk.count; ++end) {  // groups of a head in one block lie side by side
+                if (chunk.groups[end].*part != begin + (end - g) * pages_.group_elements()) break;
+            }
             for (int64_t head = heads.first; head < heads.first + heads.count; ++head) {
-                to.add(chunk.groups[g].*part + head * pages_.head_elements(), pages_.group_elements() * sizeof(T));
+                to.add(begin + head * pages_.head_elements(), (end - g) * pages_.group_elements() * sizeof(T));
             }
         }
     }
@@ -657,7 +661,7 @@ private:
         }
     }
 
-    // Some panels of out = left * right; on tiles, of so many pairs, for every number of rows, or their bits would differ.
+    // out = left * right; on tiles, of so many pairs, for every number of rows, or their bits would differ.
     template <int PAIRS, class At>
     void multiply(attention::Rows out, attention::Left<Activation<T>> left, int64_t rows,
                   const attention::Panels<At>& right, attention::Ahead& ahead) const {
@@ -700,12 +704,12 @@ private:
         for (int64_t i = 0; i < count; ++i) {
             const float* const scores = work.scores + i * attention::POSITIONS;
             for (int64_t g = 0; g < chunk.count; ++g) {
-                if (g % 2 == 0) ahead.step();
+                if (!tiles_ && g % 2 == 0) ahead.step();
                 const Floats power = fused(load(scores + g * LANES), all(scale_), all(-base[i]));
                 constexpr bool ROUNDED = std::is_same_v<T, bfloat16>;
                 attention::store_weights(work.weights.at(i, g * LANES), powers_of_two<ROUNDED>(power));
             }
-            // They are added in twos.
+            // Pairs of bfloat16 are added in twos.
             if (chunk.count % 2 == 1) std::fill_n(work.weights.at(i, chunk.count * LANES), LANES, Activation<T>{});
             add_up(state.totals[i], work.weights, i, chunk.count * LANES, correction[i]);
         }

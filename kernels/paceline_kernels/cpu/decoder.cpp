@@ -55,8 +55,8 @@ void attention_alone(const T* query, const PacelineBatch& from, const Pages& pag
     constexpr int64_t TOGETHER = PIECE<Activation<T>>;
     for (int64_t row = 0; row < rows; ++row) {
         for (int64_t i = 0; i < size; i += TOGETHER) {
-            const Activation<T>* const from = tiled.at(row, i);
-            for (int64_t j = 0; j < std::min(TOGETHER, size - i); ++j) convert(from[j], out[row * size + i + j]);
+            const Activation<T>* const piece = tiled.at(row, i);
+            for (int64_t j = 0; j < std::min(TOGETHER, size - i); ++j) convert(piece[j], out[row * size + i + j]);
         }
     }
 }

@@ -123,8 +123,8 @@ constexpr int columns_at_once(int rows) {
 // asked for in turn, to what is fetched into the second one.
 constexpr int64_t AHEAD = IN_TURN ? PAGE : 1024, FAR_AHEAD = STRETCH;
 
-// Lines of the next tile that are fetched for every eight lines of weights; or else, with NEAR, what comes AHEAD of them,
-// or with NOTHING, nothing, and with ONCE, neither: then caches need not keep the weights either.
+// Lines of the next tile that are fetched for every eight lines of weights; or else, with NEAR, what comes AHEAD and
+// FAR_AHEAD of them, or with NOTHING, nothing, and with ONCE, neither: then caches need not keep the weights either.
 constexpr int NOTHING = -1;
 constexpr int ONCE = -2;
 constexpr int NEAR = 0;
