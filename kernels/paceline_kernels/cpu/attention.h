@@ -184,7 +184,8 @@ private:
 
 // ---- Products of matrices ----
 
-// Up to 16 rows that meet panels, [size / PIECE][16][PIECE]: one address serves them all.
+// Up to 16 rows that meet panels, [size / PIECE][16][PIECE]: one address serves them all. `Tiled` of a height that the
+// compiler knows.
 template <class X>
 struct Left {
     X* data;
@@ -422,7 +423,7 @@ private:
         Memory(int64_t heads, int64_t room, int64_t together, int64_t head_dim, int64_t width)
             : room(room), padded(Tiled<Activation<T>>::padded(head_dim)), width(width) {
             thread_local Scratch scratch[7];
-            queries = scratch[0].get<Activation<T>>(heads * round_up(room, LANES) * padded);
+            queries = scratch[0].get<Activation<T>>(heads * query_elements());
             sums = scratch[1].get<float>(heads * room * width);
             softmax = scratch[2].get<Softmax>(heads * ceil_div(room, LANES));
             values = scratch[3].get<T>(together * attention::POSITIONS * width);
@@ -431,9 +432,12 @@ private:
             means = scratch[6].get<float>(together * LANES * width);
         }
 
+        // Of a head, in tiles of 16.
+        int64_t query_elements() const { return round_up(room, LANES) * padded; }
+
         State state(int64_t head) const {
             const int64_t first = head * room;
-            return {queries + head * round_up(room, LANES) * padded, padded, sums + first * width,
+            return {queries + head * query_elements(), padded, sums + first * width,
                     softmax + head * ceil_div(room, LANES)};
         }
 
@@ -600,7 +604,6 @@ private:
     // Puts copies in the place of values that not all see, with zeros where nobody sees them; and of all values, if they
     // must be padded. Returns false if that is not enough.
     bool copy_values(T* to, Chunk& chunk, const Piece& piece) const {
-        if (width_ == pages_.head_dim && chunk.all_seen(piece.visible)) return true;
         bool finite = true;
         for (int64_t g = 0; g < chunk.count; ++g, to += LANES * width_) {
             Group& group = chunk.groups[g];
