@@ -208,6 +208,47 @@ def test_logits_go_where_they_are_wanted(format_: str) -> None:
     assert room[3].isnan().all()
 
 
+@pytest.mark.parametrize("format_", ["torch", *FORMATS])
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, hidden_size=40)])
+def test_logits_of_some_rows(config: ModelConfig, format_: str) -> None:
+    """As many as a batch samples: other tiles of rows than those of the forward. To the bit those of two calls."""
+    weights = random_weights(NativeDecoder(config, torch.float32), seed=0)
+    model = in_torch(config, weights) if format_ == "torch" else native(config, format_, weights)
+    pages, choose = pages_for(model, num_blocks=2048), random.Random(0)
+    for sequence, lengths in enumerate([(1,), (1, 1, 1), (3, 1, 9), (20, 5), (100, 40, 1)]):
+        names = [f"{sequence}{i}" for i in range(len(lengths))]
+        token_ids = torch.tensor([choose.randrange(config.vocab_size) for _ in range(sum(lengths))])
+        batch = pages.batch(list(zip(names, lengths, strict=True)))
+        hidden = model.forward(token_ids, batch, pages.kv_cache)
+        assert torch.equal(model.logits_of(token_ids, batch, pages.kv_cache), model.logits(hidden))
+        for count in {0, 1, len(token_ids) // 3, len(token_ids) - 1, len(token_ids)}:
+            rows = sorted(choose.sample(range(len(token_ids)), count))
+            found = model.logits_of(token_ids, batch, pages.kv_cache, rows)
+            assert torch.equal(found, model.logits(hidden[torch.tensor(rows, dtype=torch.int64)]))
+
+
+def test_tensors_of_an_earlier_call_may_hold_something_else() -> None:
+    """And go with other pages or threads: what is kept of them is where they lie."""
+    weights = random_weights(NativeDecoder(CONFIG, torch.float32), seed=0)
+    kept, fresh = native(CONFIG, "float32", weights), native(CONFIG, "float32", weights)
+    pages, other = (pages_for(kept, seed=seed) for seed in (0, 1))
+    token_ids, batch = torch.tensor([5, 6, 7]), pages.batch([("a", 2), ("b", 1)])
+
+    def assert_same(kv_cache: list[tuple[Tensor, Tensor]]) -> None:
+        found = kept.logits_of(token_ids, batch, kv_cache)
+        assert torch.equal(found, fresh.logits_of(token_ids.clone(), batch, kv_cache))
+
+    assert_same(pages.kv_cache)
+    token_ids.copy_(torch.tensor([8, 9, 1]))
+    assert_same(pages.kv_cache)
+    before = [keys.clone().view(torch.int32) for keys, _ in pages.kv_cache]
+    token_ids.copy_(torch.tensor([2, 3, 4]))
+    assert_same(other.kv_cache)
+    assert all(torch.equal(a, b.view(torch.int32)) for a, (b, _) in zip(before, pages.kv_cache, strict=True))
+    with threads(1):
+        assert_same(pages.kv_cache)
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 def test_the_number_of_threads_changes_nothing(format_: str) -> None:
     config = replace(CONFIG, vocab_size=3000)
@@ -317,8 +358,7 @@ def random_choices(kinds: list[Choice], depths: list[int], vocab: int, seed: int
 def _draft(
     model: NativeDecoder, pages: Pages, fed: dict[str, list[int]], depths: dict[str, int], choices: Choices
 ) -> dict[str, list[int]]:
-    wanted = torch.tensor([*depths.values()], dtype=torch.int32)
-    drafted = model.draft(*_next(pages, fed), pages.kv_cache, wanted, choices)
+    drafted = model.draft(*_next(pages, fed), pages.kv_cache, [*depths.values()], choices)
     assert drafted.shape == (len(fed), max(depths.values()))
     return {name: row[: depths[name]] for name, row in zip(fed, drafted.tolist(), strict=True)}
 

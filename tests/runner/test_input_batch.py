@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.runner.input_batch import Run, flatten
+from paceline.runner.input_batch import MOST_ROOMS, InputBatch, Run, flatten
 
 CPU = torch.device("cpu")
 
@@ -42,3 +42,35 @@ def test_random_batches_agree_with_a_loop_over_tokens() -> None:
 def test_blocks_reserved_beyond_the_rows_are_left_out() -> None:
     _, batch = flatten([Run([4, 5, 6], start=0, token_ids=[1, 2])], block_size=2, device=CPU)
     assert batch.block_tables.tolist() == [[4]]
+
+
+def test_arrays_of_an_earlier_batch_keep_nothing_of_it() -> None:
+    """Batches of few shapes, one after the other, of sequences that grow, shrink and change their blocks."""
+    rng = np.random.default_rng(5)
+    inputs = InputBatch(block_size=3, device=CPU)
+    shapes = set()
+    for _ in range(200):
+        runs = []
+        for _ in range(int(rng.integers(1, 4))):
+            start, count = int(rng.integers(0, 9)), int(rng.integers(1, 3))
+            runs.append(Run(rng.integers(1, 6, 4).tolist(), start, rng.integers(0, 99, count).tolist()))
+        ahead = int(rng.integers(0, 3))
+        (token_ids, batch), (expected_ids, expected) = inputs.flatten(runs, ahead), flatten(runs, 3, CPU, ahead)
+        assert token_ids.tolist() == expected_ids.tolist()
+        for name in ("query_starts", "context_lens", "block_tables", "positions", "slots"):
+            assert getattr(batch, name).tolist() == getattr(expected, name).tolist(), name
+        assert batch.max_rows == expected.max_rows
+        shapes.add((len(token_ids), *batch.block_tables.shape))
+    assert len(shapes) < 100, "shapes come again"
+
+
+def test_a_shape_that_comes_again_has_the_same_arrays() -> None:
+    inputs = InputBatch(block_size=4, device=CPU)
+    first = inputs.flatten([Run([1], start=0, token_ids=[7])])
+    second = inputs.flatten([Run([2], start=1, token_ids=[8])])
+    assert second[0] is first[0]
+    assert second[1].block_tables is first[1].block_tables
+    assert second[1].positions.tolist() == [1], "what was worked out from the first is not kept"
+    for rows in range(2, 2 + MOST_ROOMS):
+        inputs.flatten([Run([1] * rows, start=0, token_ids=[7] * rows)])
+    assert inputs.flatten([Run([2], start=1, token_ids=[8])])[0] is not first[0], "there are not more and more"

@@ -105,6 +105,15 @@ void paceline_forward(bool bf16, void* decoder, const PacelineBatch* batch, void
     }
 }
 
+void paceline_logits_of(bool bf16, void* decoder, const PacelineBatch* batch, const int64_t* wanted, int64_t count,
+                        float* out) {
+    if (bf16) {
+        ((Decoder<bfloat16>*)decoder)->logits_of(*batch, wanted, count, out);
+    } else {
+        ((Decoder<float>*)decoder)->logits_of(*batch, wanted, count, out);
+    }
+}
+
 void paceline_logits(bool bf16, void* decoder, const void* hidden, int64_t rows, int64_t num_threads, float* out) {
     if (bf16) {
         ((Decoder<bfloat16>*)decoder)->logits((const bfloat16*)hidden, rows, num_threads, out);

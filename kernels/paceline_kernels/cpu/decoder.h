@@ -20,6 +20,45 @@ public:
 
     // Hidden states after the final norm -> out [rows, hidden].
     void forward(const PacelineBatch& from, T* out) {
+        run(from, [&](Team& team, int64_t rows) {
+            team.share(rows, [&](int64_t row) {
+                finish(row, [&](int64_t i) { return out + row * model_.hidden + i; });
+            });
+        });
+    }
+
+    // The same, and from there to the logits of `count` of the rows, those of `wanted` or, if that is null, the first ones
+    // -> out [count, vocab].
+    void logits_of(const PacelineBatch& from, const int64_t* wanted, int64_t count, float* out) {
+        reserve_last(count);
+        run(from, [&](Team& team, int64_t) {
+            team.share(count, [&](int64_t index) {
+                finish(wanted ? wanted[index] : index, [&](int64_t i) { return last_.at(index, i); });
+            });
+            project<T>(team, model_.head, last_, count, last_room_, RowMajor{out, model_.vocab});
+        });
+    }
+
+    // Rows of hidden states [rows, hidden] -> out [rows, vocab].
+    void logits(const T* hidden, int64_t rows, int64_t num_threads, float* out) {
+        reserve_last(rows);
+        Team team(num_threads);
+#pragma omp parallel num_threads(num_threads)
+        {
+            team.share(rows, [&](int64_t row) {
+                const T* const from = hidden + row * model_.hidden;
+                for (int64_t i = 0; i < model_.hidden; ++i) convert(from[i], *last_.at(row, i));
+            });
+            project<T>(team, model_.head, last_, rows, last_room_, RowMajor{out, model_.vocab});
+        }
+    }
+
+    int64_t vocab_size() const { return model_.vocab; }
+
+private:
+    // All layers over the rows of a batch; then the team, which is still together, calls end(team, rows).
+    template <class End>
+    void run(const PacelineBatch& from, const End& end) {
         const Batch batch = {from.num_seqs, from.max_blocks, from.query_starts, from.context_lens, from.block_tables};
         const Pages pages = {from.block_size, model_.num_kv_heads, model_.head_dim};
         const int64_t rows = batch.query_starts[batch.num_seqs];
@@ -45,28 +84,10 @@ public:
                 gate(team, rows, layer.gate_up);
                 add(team, gated_, rows, layer.down);
             }
-            finish(team, rows, out);
+            end(team, rows);
         }
     }
 
-    // Rows of hidden states [rows, hidden] -> out [rows, vocab].
-    void logits(const T* hidden, int64_t rows, int64_t num_threads, float* out) {
-        reserve(rows);
-        Team team(num_threads);
-#pragma omp parallel num_threads(num_threads)
-        {
-            team.share(rows, [&](int64_t row) {
-                const T* const from = hidden + row * model_.hidden;
-                for (int64_t i = 0; i < model_.hidden; ++i) convert(from[i], *normed_.at(row, i));
-            });
-            project<T>(team, model_.head, normed_, rows, room_, RowMajor{out, model_.vocab});
-        }
-    }
-
-    int64_t hidden_size() const { return model_.hidden; }
-    int64_t vocab_size() const { return model_.vocab; }
-
-private:
     // -- before the layers --
 
     // Position and page of every row.
@@ -92,6 +113,11 @@ private:
         attended_ = activations<T>(attended_memory_, rows, heads);
         gated_ = activations<T>(gated_memory_, rows, model_.intermediate);
         room_.reserve(rows, std::max({model_.hidden, heads, model_.intermediate}));
+    }
+
+    void reserve_last(int64_t rows) {
+        last_ = activations<T>(last_memory_, rows, model_.hidden);
+        last_room_.reserve(rows, model_.hidden);
     }
 
     void embed(Team& team, const int64_t* token_ids, int64_t rows) {
@@ -183,14 +209,13 @@ private:
         }
     }
 
-    void finish(Team& team, int64_t rows, T* out) {
-        team.share(rows, [&](int64_t row) {
-            const auto from = [&](int64_t i) { return residual_.at(row, i); };
-            normalize(from, model_.norm, model_.hidden, [&](int64_t i) { return out + row * model_.hidden + i; });
-        });
-    }
-
     // -- pieces --
+
+    // The final norm of a row; `to` tells where 16 elements from the i-th go.
+    template <class To>
+    void finish(int64_t row, const To& to) const {
+        normalize([&](int64_t i) { return residual_.at(row, i); }, model_.norm, model_.hidden, to);
+    }
 
     // x over its root mean square, times weight; `from` and `to` tell where 16 elements from the i-th lie.
     template <class From, class To>
@@ -218,12 +243,13 @@ private:
     std::vector<int64_t> positions_, sequences_;  // of each row
     Zeroed<float> residual_memory_, qkv_memory_;
     Zeroed<T> query_memory_;
-    Zeroed<Activation<T>> normed_memory_, attended_memory_, gated_memory_;
+    Zeroed<Activation<T>> normed_memory_, attended_memory_, gated_memory_, last_memory_;
     Striped residual_, qkv_;  // [rows, hidden], [rows, heads of q, k and v]
     T* query_;                // [rows, num_heads, head_dim]
     // [rows, hidden], [rows, num_heads * head_dim], [rows, intermediate]
     Tiled<Activation<T>> normed_, attended_, gated_;
-    Quantized room_;
+    Tiled<Activation<T>> last_;  // [rows whose logits are wanted, hidden]
+    Quantized room_, last_room_;
 };
 
 }  // namespace

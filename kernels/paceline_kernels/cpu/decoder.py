@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from paceline_kernels.cpu.memory import LargePages, largest_cache, zeros
 
 LANES = 16  # positions of a block that lie side by side: blocks are padded to as many
 TILE = 32  # outputs of one tile of packed weights
+
+_MOST_STRUCTS = 128  # that are kept for tensors that come again
 
 _POINTER, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool
 
@@ -96,6 +99,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "delete": ([_BOOL, _POINTER], None),
     "forward": ([_BOOL, _POINTER, ctypes.POINTER(_Batch), _POINTER], None),
     "logits": ([_BOOL, _POINTER, _POINTER, _INT, _INT, _POINTER], None),
+    "logits_of": ([_BOOL, _POINTER, ctypes.POINTER(_Batch), _POINTER, _INT, _POINTER], None),
     "draft": ([_BOOL, _POINTER, ctypes.POINTER(_Batch), _POINTER, _INT, ctypes.POINTER(_Choices), _POINTER], None),
     "linear": ([_BOOL, _POINTER, ctypes.POINTER(_Matrix), _INT, _INT, _POINTER], None),
     "store_kv": ([_BOOL, *[_POINTER] * 2, ctypes.POINTER(_Batch), _INT, _INT], None),
@@ -280,6 +284,9 @@ class Choices:
         return _Choices(*(_pointer(getattr(self, name), dtype) for name, dtype in _CHOICES.items()))
 
 
+_MOST_PROBABLE = _Choices()
+
+
 class Decoder:
     """Runs a decoder of dtype float32 or bfloat16. One call at a time, from any thread. Sets whether its weights'
     matrices are streamed.
@@ -327,6 +334,8 @@ class Decoder:
             _pointer(weights.embedding, dtype),
             weights.head.struct,
         )
+        self._scores = torch.empty(0, self.vocab)
+        self._structs: dict[int, tuple[tuple[Tensor, ...], Sequence[tuple[Tensor, Tensor]], _Batch]] = {}
         self._library = _library()
         self._bf16 = dtype == torch.bfloat16
         self._handle = self._library.paceline_new(self._bf16, model)
@@ -362,41 +371,69 @@ class Decoder:
         )
         return out
 
+    def logits_of(
+        self,
+        token_ids: Tensor,
+        batch: PagedBatch,
+        kv_cache: Sequence[tuple[Tensor, Tensor]],
+        rows: Sequence[int] | None = None,
+    ) -> Tensor:
+        """`forward` and `logits` in one call, of some rows, ascending, or of all -> [rows, vocab] float32. The next
+        call overwrites them.
+        """
+        count = len(token_ids) if rows is None else len(rows)
+        if len(self._scores) < count:
+            self._scores = torch.empty(count, self.vocab)
+        wanted = None if rows is None or count == len(token_ids) else (_INT * count)(*rows)
+        self._library.paceline_logits_of(
+            self._bf16, self._handle, self._batch(token_ids, batch, kv_cache), wanted, count, self._scores.data_ptr()
+        )
+        return self._scores[:count]
+
     def draft(
         self,
         token_ids: Tensor,
         batch: PagedBatch,
         kv_cache: Sequence[tuple[Tensor, Tensor]],
-        depths: Tensor,
-        choices: Choices,
+        depths: Sequence[int],
+        choices: Choices | None = None,
     ) -> Tensor:
         """Run ahead: the rows of the batch, then each sequence's own drafts, fed back all but the last.
 
         Args:
-            depths: tokens to draft for each sequence, [num_seqs] int32.
-            choices: how; its `probs` are written.
+            depths: tokens to draft for each sequence.
+            choices: how; its `probs` are written. None: each the most probable.
 
         Returns:
             [num_seqs, largest depth] int64; what stands behind a sequence's depth is undefined.
         """
-        largest = int(depths.max())
-        assert choices.uniforms is None or choices.uniforms.shape == (len(depths), largest)
-        out = torch.empty(len(depths), largest, dtype=torch.int64)
+        count, largest = len(depths), max(depths)
+        assert choices is None or choices.uniforms is None or choices.uniforms.shape == (count, largest)
+        out = torch.empty(count, largest, dtype=torch.int64)
         self._library.paceline_draft(
             self._bf16,
             self._handle,
             self._batch(token_ids, batch, kv_cache),
-            _pointer(depths, torch.int32),
+            (ctypes.c_int32 * count)(*depths),
             largest,
-            choices.struct,
+            _MOST_PROBABLE if choices is None else choices.struct,
             out.data_ptr(),
         )
         return out
 
     def _batch(self, token_ids: Tensor, batch: PagedBatch, kv_cache: Sequence[tuple[Tensor, Tensor]]) -> _Batch:
-        assert kv_cache[0][0].dtype == self.dtype
-        assert len(kv_cache) == len(self._kept[0].layers)
-        return _batch_struct(token_ids, batch, kv_cache)
+        """The struct of an earlier call, where it had these very tensors: a step has no time to ask them all again."""
+        tensors = token_ids, batch.query_starts, batch.context_lens, batch.block_tables
+        known = self._structs.get(id(token_ids))
+        if known is None or known[1] is not kv_cache or any(map(operator.is_not, known[0], tensors)):
+            assert kv_cache[0][0].dtype == self.dtype
+            assert len(kv_cache) == len(self._kept[0].layers)
+            if len(self._structs) == _MOST_STRUCTS:
+                self._structs.clear()
+            known = self._structs[id(token_ids)] = tensors, kv_cache, _batch_struct(token_ids, batch, kv_cache)
+        struct = known[2]
+        struct.block_size, struct.num_threads = batch.block_size, torch.get_num_threads()
+        return struct
 
 
 # ---- Operations by themselves, for tests and measurements ----

@@ -11,7 +11,7 @@ enum Kind : int32_t { MOST_PROBABLE, BY_KEY, DRAWN };
 // The draft number `pass` of sequence `seq`, from its logits, which it may change.
 inline int64_t choose(const PacelineChoices& choices, int64_t seq, int64_t pass, int64_t max_depth, float* logits,
                       int64_t vocab) {
-    const int32_t kind = choices.kinds[seq];
+    const int32_t kind = choices.kinds ? choices.kinds[seq] : MOST_PROBABLE;
     if (kind == MOST_PROBABLE) return argmax_of(logits, vocab);
     thread_local Selection selection;
     const float temperature = choices.temperatures[seq];
@@ -37,21 +37,18 @@ public:
 
     // Sequence i gets depths[i] drafts -> out [num_seqs, max_depth].
     void run(const int32_t* depths, int64_t max_depth, const PacelineChoices& choices, int64_t* out) {
-        const int64_t hidden = model_.hidden_size(), vocab = model_.vocab_size();
-        static thread_local Scratch hidden_memory, logits_memory;  // pages that were written before are at hand
-        hidden_ = hidden_memory.get<T>(std::max<int64_t>(batch_.query_starts[batch_.num_seqs], 1) * hidden);
-        model_.forward(batch_, hidden_);
+        const int64_t vocab = model_.vocab_size();
+        std::vector<int64_t> last_rows;
         for (int64_t seq = 0; seq < batch_.num_seqs; ++seq) {
             if (depths[seq] <= 0) continue;
-            const int64_t last = batch_.query_starts[seq + 1] - 1;
-            // Ascending, so nothing is overwritten before it is read.
-            std::copy_n(hidden_ + last * hidden, hidden, hidden_ + going_.size() * hidden);
+            last_rows.push_back(batch_.query_starts[seq + 1] - 1);
             going_.push_back(seq);
         }
-        float* const logits = logits_memory.get<float>(going_.size() * vocab);
+        static thread_local Scratch memory;  // pages that were written before are at hand
+        float* const logits = memory.get<float>(going_.size() * vocab);
+        model_.logits_of(batch_, last_rows.data(), (int64_t)last_rows.size(), logits);
         for (int64_t pass = 0; !going_.empty(); ++pass) {
             const int64_t count = (int64_t)going_.size();
-            model_.logits(hidden_, count, batch_.num_threads, logits);
 #pragma omp parallel for schedule(dynamic) num_threads(batch_.num_threads) if (count > 1)
             for (int64_t i = 0; i < count; ++i) {
                 out[going_[i] * max_depth + pass] =
@@ -59,13 +56,13 @@ public:
             }
             const auto done = [&](int64_t seq) { return depths[seq] <= pass + 1; };
             going_.erase(std::remove_if(going_.begin(), going_.end(), done), going_.end());
-            if (!going_.empty()) feed_back(out, max_depth, pass);
+            if (!going_.empty()) feed_back(out, max_depth, pass, logits);
         }
     }
 
 private:
-    // Computes the newest draft of every sequence that goes on.
-    void feed_back(const int64_t* drafts, int64_t max_depth, int64_t pass) {
+    // The logits behind the newest draft of every sequence that goes on.
+    void feed_back(const int64_t* drafts, int64_t max_depth, int64_t pass, float* logits) {
         starts_.assign(1, 0);
         contexts_.clear();
         tables_.clear();
@@ -83,13 +80,12 @@ private:
         next.query_starts = starts_.data();
         next.context_lens = contexts_.data();
         next.block_tables = tables_.data();
-        model_.forward(next, hidden_);
+        model_.logits_of(next, nullptr, next.num_seqs, logits);
     }
 
     Decoder<T>& model_;
     const PacelineBatch& batch_;
     std::vector<int64_t> going_;  // sequences, ascending
-    T* hidden_ = nullptr;  // [rows, hidden]
     std::vector<int32_t> starts_, contexts_, tables_;
     std::vector<int64_t> token_ids_;
 };

@@ -123,6 +123,19 @@ class Decoder:
         logits = self._ops.linear(hidden, self._head)
         return logits.float() if out is None else out.copy_(logits)
 
+    def logits_of(
+        self,
+        token_ids: Tensor,
+        batch: PagedBatch,
+        kv_cache: Sequence[tuple[Tensor, Tensor]],
+        rows: Sequence[int] | None = None,
+    ) -> Tensor:
+        """`forward`, and the logits of some of its rows, or of all -> [rows, vocab] float32."""
+        hidden = self.forward(token_ids, batch, kv_cache)
+        if rows is not None and len(rows) < len(hidden):
+            hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
+        return self.logits(hidden)
+
     def slots(self) -> dict[str, Slot]:
         """For every tensor of a checkpoint, by its name there, where it belongs."""
         slots = {name: Slot(tuple(view.shape), view.copy_) for name, view in self.checkpoint_views().items()}

@@ -41,3 +41,15 @@ class Model(Protocol):
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows that `forward` returned, [rows, hidden], to [rows, vocab] float32; in `out`, if that is given."""
         ...
+
+    def logits_of(
+        self,
+        token_ids: Tensor,
+        batch: PagedBatch,
+        kv_cache: Sequence[tuple[Tensor, Tensor]],
+        rows: Sequence[int] | None = None,
+    ) -> Tensor:
+        """`forward`, and the logits of some of its rows, ascending, or of all -> [rows, vocab] float32, which the next
+        call may overwrite.
+        """
+        ...

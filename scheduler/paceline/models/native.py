@@ -57,6 +57,7 @@ class NativeDecoder:
         )
         self.forward = self._decoder.forward
         self.logits = self._decoder.logits
+        self.logits_of = self._decoder.logits_of
         self.draft = self._decoder.draft
 
     def _layer(self, hidden: int, heads: int, pages: LargePages) -> Layer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline_kernels import PagedBatch
+
+MOST_ROOMS: Final = 64  # shapes whose arrays are kept
 
 
 # Not frozen: docs/decisions/012.
@@ -24,34 +27,75 @@ class Run:
     token_ids: list[int]
 
 
-def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: int = 0) -> tuple[Tensor, PagedBatch]:
-    """Lay runs one after the other.
+class InputBatch:
+    """Lays out one batch after the other, on a CPU in the arrays of an earlier one of the same shape: to make arrays
+    takes longer than to fill them. So a layout holds until the next one.
 
         rows       | a5 a6 a7 | b9 |        counts [3, 1], query_starts [0, 3, 4], context_lens [8, 10]
-
-    Args:
-        ahead: positions behind the runs whose blocks the tables should show too, as far as there are any.
-
-    Returns:
-        token_ids [num_tokens] int64, and where each row belongs.
     """
-    counts = [len(run.token_ids) for run in runs]
-    context_lens = [run.start + count for run, count in zip(runs, counts, strict=True)]
-    width = -(-(max(context_lens) + ahead) // block_size)
-    tables = np.zeros((len(runs), width), dtype=np.int32)
-    for row, run in enumerate(runs):
-        blocks = run.block_ids[:width]
-        tables[row, : len(blocks)] = blocks
-    token_ids = [token for run in runs for token in run.token_ids]
-    batch = PagedBatch(
-        query_starts=torch.from_numpy(np.array(row_bounds(counts), dtype=np.int32)),
-        context_lens=torch.from_numpy(np.array(context_lens, dtype=np.int32)),
-        block_tables=torch.from_numpy(tables),
-        block_size=block_size,
-        max_rows=max(counts),
-    )
-    rows = torch.from_numpy(np.array(token_ids, dtype=np.int64))
-    return (rows, batch) if device.type == "cpu" else (rows.to(device), _moved(batch, runs, device))
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.device = device
+        self._rooms: dict[tuple[int, int, int], _Room] = {}  # by shape
+
+    def flatten(self, runs: Sequence[Run], ahead: int = 0) -> tuple[Tensor, PagedBatch]:
+        """Lay runs one after the other.
+
+        Args:
+            ahead: positions behind the runs whose blocks the tables should show too, as far as there are any.
+
+        Returns:
+            token_ids [num_tokens] int64, and where each row belongs.
+        """
+        counts = [len(run.token_ids) for run in runs]
+        starts = row_bounds(counts)
+        context_lens = [run.start + count for run, count in zip(runs, counts, strict=True)]
+        width = -(-(max(context_lens) + ahead) // self.block_size)
+        room = self._room((starts[-1], len(runs), width))
+        room.fill(runs, starts, context_lens)
+        token_ids, query_starts, contexts, tables = room.tensors
+        batch = PagedBatch(query_starts, contexts, tables, self.block_size, max_rows=max(counts))
+        if self.device.type == "cpu":
+            return token_ids, batch
+        return token_ids.to(self.device), _moved(batch, runs, self.device)
+
+    def _room(self, shape: tuple[int, int, int]) -> _Room:
+        room = self._rooms.get(shape)
+        if room is None:
+            if len(self._rooms) == MOST_ROOMS:
+                self._rooms.clear()
+            room = self._rooms[shape] = _Room(*shape)
+        return room
+
+
+class _Room:
+    """Arrays for so many rows and sequences, with tables of `width` blocks, and tensors that share their memory."""
+
+    def __init__(self, num_rows: int, num_seqs: int, width: int) -> None:
+        self._token_ids = np.zeros(num_rows, dtype=np.int64)
+        self._starts = np.zeros(num_seqs + 1, dtype=np.int32)
+        self._context_lens = np.zeros(num_seqs, dtype=np.int32)
+        self._tables = np.zeros((num_seqs, width), dtype=np.int32)
+        self._blocks: list[list[int]] = [[] for _ in range(num_seqs)]  # what the tables show
+        arrays = self._token_ids, self._starts, self._context_lens, self._tables
+        self.tensors = tuple(map(torch.from_numpy, arrays))
+
+    def fill(self, runs: Sequence[Run], starts: list[int], context_lens: list[int]) -> None:
+        self._token_ids[:] = [token for run in runs for token in run.token_ids]
+        self._starts[:] = starts
+        self._context_lens[:] = context_lens
+        width = self._tables.shape[1]
+        for row, run in enumerate(runs):
+            blocks = run.block_ids[:width]
+            if blocks != self._blocks[row]:  # mostly they are those of the step before
+                self._blocks[row] = blocks
+                self._tables[row] = blocks + [0] * (width - len(blocks))
+
+
+def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: int = 0) -> tuple[Tensor, PagedBatch]:
+    """One batch by itself, see `InputBatch`."""
+    return InputBatch(block_size, device).flatten(runs, ahead)
 
 
 def _moved(batch: PagedBatch, runs: Sequence[Run], device: torch.device) -> PagedBatch:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,13 +43,12 @@ DEAD_END = "no token is allowed here by the grammar and the other constraints to
 OUT_OF_MEMORY = "out of memory: the server could not compute this request's part of a step, not even alone"
 
 NO_DRAFT = Draft([])
-NO_MASKS: Future[dict[int, Mask]] = Future()
-NO_MASKS.set_result({})
 
 Planned = list[tuple[Sequence, SequenceWork]]
 Entry = tuple[Sequence, SequenceWork, Draft]
 Batch = list[Entry]
 LogitsOf = Callable[[Batch], Tensor | None]
+Masks = Callable[[], dict[int, Mask]]  # what the grammars allow, by request id; waits for it
 
 
 # Not frozen: docs/decisions/012.
@@ -100,6 +99,7 @@ class ModelRunner:
         self.scorer = scorer
         self.verifier = Verifier(seed, model.device)
         self.sequences: dict[int, Sequence] = {}
+        self._inputs = input_batch.InputBatch(kv_cache.block_size, model.device)
         self._failed: dict[int, PacelineError] = {}  # until they are released
         # Grammars are asked while the forward runs, by a thread that never computes tensors.
         self._mask_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-masks")
@@ -200,15 +200,13 @@ class ModelRunner:
 
     # -- in halves ----------------------------------------------------------------------------------------------------
 
-    def _judge(
-        self, batch: Batch, masks: Future[dict[int, Mask]], logits_of: LogitsOf
-    ) -> tuple[list[tuple[Entry, _Judged]], float]:
+    def _judge(self, batch: Batch, masks: Masks, logits_of: LogitsOf) -> tuple[list[tuple[Entry, _Judged]], float]:
         """Every work with what it comes to, and the seconds that the forwards took."""
         try:
             judged, seconds = self._compute(batch, masks, logits_of)
             return list(zip(batch, judged, strict=True)), seconds
         except torch.OutOfMemoryError as error:
-            masks.result()  # whoever fails must not leave the matchers to two threads
+            masks()  # whoever fails must not leave the matchers to two threads
             logger.warning("out of memory in a step of %d requests: %s", len(batch), str(error))
         # Behind the handler: until it is left, the error holds the tensors of the attempt.
         give_back(self.model.device)
@@ -219,26 +217,21 @@ class ModelRunner:
         second, more = self._judge(batch[middle:], masks, logits_of)
         return first + second, seconds + more
 
-    def _compute(
-        self, batch: Batch, masks: Future[dict[int, Mask]], logits_of: LogitsOf
-    ) -> tuple[list[_Judged], float]:
+    def _compute(self, batch: Batch, masks: Masks, logits_of: LogitsOf) -> tuple[list[_Judged], float]:
         """All that takes memory; no sequence is changed, and KV is written where the next attempt writes the same."""
         began = time.perf_counter()
         prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         logits = logits_of(batch)
         if logits is None:
-            hidden = self._forward(batch)
-            prompt_logprobs = self._prompt_logprobs(batch, hidden)
-            logits = self._logits(batch, hidden)
-        # One of each row: a state that is no number makes all logits of its row such. Before any is forbidden.
-        witnesses = logits[:, 0].clone()
-        runs = self._runs(batch, masks.result())
+            logits, prompt_logprobs = self._forward(batch)
+        witnesses = _witnesses(logits)
+        runs = self._runs(batch, masks())
         seconds = time.perf_counter() - began
         raw = _raw(logits, runs)
         dead_ends = _first_of(edit_(logits, [run.positions for run in runs]), runs)
         verdicts = self.verifier.verify(logits, runs)
         # Behind the verdicts, which a GPU has been waited for.
-        broken = _first_of([row for row, x in enumerate(witnesses.tolist()) if not math.isfinite(x)], runs)
+        broken = _first_of([row for row, x in enumerate(witnesses()) if not math.isfinite(x)], runs)
         sampled = iter([_judged(*found) for found in zip(runs, verdicts, broken, dead_ends, raw, strict=True)])
         judged = [next(sampled) if work.samples else _Judged() for _, work, _ in batch]
         if prompt_logprobs:
@@ -248,28 +241,26 @@ class ModelRunner:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """One forward over all rows; hidden states, [rows, hidden]."""
+    def _forward(self, batch: Batch) -> tuple[Tensor, dict[int, tuple[TokenLogprobs, ...]]]:
+        """One forward over all rows: the logits of those that are sampled or verified, [rows, vocab] float32, and what
+        `_prompt_logprobs` finds.
+        """
         runs = [
             input_batch.Run(sequence.block_ids, sequence.num_computed, sequence.rows(work) + draft.token_ids)
             for sequence, work, draft in batch
         ]
-        token_ids, layout = input_batch.flatten(runs, self.kv_cache.block_size, self.model.device)
-        return self.model.forward(token_ids, layout, self.kv_cache)
-
-    def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Logits of the rows that are sampled or verified, [rows, vocab] float32."""
-        parts = ((work.num_tokens, len(draft.token_ids), work.samples) for _, work, draft in batch)
+        token_ids, layout = self._inputs.flatten(runs)
+        parts = [(work.num_tokens, len(draft.token_ids), work.samples) for _, work, draft in batch]
         wanted = input_batch.logit_rows(parts)
-        if len(wanted) < len(hidden):
-            hidden = hidden[torch.tensor(wanted, dtype=torch.int64, device=hidden.device)]
-        return self.model.logits(hidden)
+        if not any([sequence.params.logprobs.prompt is not None for sequence, _, _ in batch]):
+            return self.model.logits_of(token_ids, layout, self.kv_cache, wanted), {}
+        hidden = self.model.forward(token_ids, layout, self.kv_cache)
+        rows = torch.tensor(wanted, dtype=torch.int64, device=hidden.device)
+        return self.model.logits(hidden[rows]), self._prompt_logprobs(batch, hidden)
 
     def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Logprobs of the prompt tokens behind each row of a chunk, for who wants them, by request id."""
         found: dict[int, tuple[TokenLogprobs, ...]] = {}
-        if not any([sequence.params.logprobs.prompt is not None for sequence, _, _ in batch]):
-            return found
         *firsts, _ = input_batch.row_bounds(work.num_tokens + len(draft.token_ids) for _, work, draft in batch)
         for (sequence, work, _), first in zip(batch, firsts, strict=True):
             count = sequence.params.logprobs.prompt
@@ -287,7 +278,7 @@ class ModelRunner:
 
     # -- grammars -----------------------------------------------------------------------------------------------------
 
-    def _start_masks(self, batch: Batch) -> Future[dict[int, Mask]]:
+    def _start_masks(self, batch: Batch) -> Masks:
         """Ask the grammars what they allow at every row that is sampled or verified. Until the answer is there, nobody
         else may touch the matchers.
         """
@@ -296,7 +287,7 @@ class ModelRunner:
             for sequence, work, draft in batch
             if work.samples and sequence.matcher is not None
         ]
-        return self._mask_worker.submit(_masks, jobs) if jobs else NO_MASKS
+        return self._mask_worker.submit(_masks, jobs).result if jobs else dict
 
     def _runs(self, batch: Batch, masks: dict[int, Mask]) -> list[Run]:
         """What there is to verify, in the order of the batch."""
@@ -322,6 +313,14 @@ class ModelRunner:
         if judged.prompt_logprobs is not None:
             result = replace(result, prompt_start=start, prompt_logprobs=judged.prompt_logprobs)
         return result
+
+
+def _witnesses(logits: Tensor) -> Callable[[], list[float]]:
+    """Gives one logit of each row, as it is now, before any is forbidden: a state that is no number makes all logits of
+    its row such. A GPU is waited for only when they are asked for.
+    """
+    values = logits[:, 0].clone() if logits.is_cuda else logits[:, 0].tolist()
+    return values.tolist if isinstance(values, Tensor) else lambda: values
 
 
 def _raw(logits: Tensor, runs: list[Run]) -> list[Tensor | None]:

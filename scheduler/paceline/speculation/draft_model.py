@@ -13,7 +13,7 @@ from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.models import Model, NativeDecoder
 from paceline.runner.drafter import Draft
-from paceline.runner.input_batch import Run, flatten, row_bounds
+from paceline.runner.input_batch import InputBatch, Run, row_bounds
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.noise import Stream, Uniform
 from paceline.runner.positions import Positions, noise_keys
@@ -37,6 +37,7 @@ class DraftModel:
     def __init__(self, model: Model, kv_cache: KVCache, seed: int) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self._inputs = InputBatch(kv_cache.block_size, model.device)
         self._noise = Uniform(seed, Stream.DRAFT, model.device)
 
     def propose(self, batch: Seq[tuple[Sequence, SequenceWork]]) -> list[Draft]:
@@ -63,9 +64,9 @@ class DraftModel:
             return
         sequences, depths = [batch[i][0] for i in chosen], [batch[i][1].num_drafts for i in chosen]
         runs = [Run(s.block_ids, s.num_draft_computed, gaps[i]) for i, s in zip(chosen, sequences, strict=True)]
-        layout = flatten(runs, self.kv_cache.block_size, model.device, ahead=max(depths))
+        layout = self._inputs.flatten(runs, ahead=max(depths))
         choices = proposal.choices(chosen, self._noise)
-        proposed = model.draft(*layout, self.kv_cache, torch.tensor(depths, dtype=torch.int32), choices).tolist()
+        proposed = model.draft(*layout, self.kv_cache, depths, choices).tolist()
         for i, sequence, depth, tokens in zip(chosen, sequences, depths, proposed, strict=True):
             sequence.num_draft_computed += len(gaps[i]) + max(0, depth - 1)
             proposal.token_ids[i] = tokens[:depth]
@@ -82,34 +83,43 @@ class DraftModel:
             sequence, work = batch[i]
             sequence.num_draft_computed += len(gaps[i])
             assert work.num_drafts == 0 or sequence.num_draft_computed == len(sequence), work
-        hidden = self._forward(runs) if runs else None
-        if going := proposal.going():
-            assert hidden is not None
-            # Rows whose logits are wanted: the last of each run that is drafted from.
-            ends = torch.tensor([len(run.token_ids) for run in runs]).cumsum(0) - 1
-            run_of = {i: run for run, i in enumerate(reading)}
-            self._choose(hidden[ends[[run_of[i] for i in going]].to(hidden.device)], going, proposal)
-        while going := proposal.going():
-            hidden = self._forward(
-                [Run(batch[i][0].block_ids, batch[i][0].num_draft_computed, proposal.token_ids[i][-1:]) for i in going]
-            )
-            for i in going:
-                batch[i][0].num_draft_computed += 1
-            self._choose(hidden, going, proposal)
+        if not runs:
+            return
+        going = proposal.going()
+        run_of = {i: run for run, i in enumerate(reading)}
+        # What is drafted from stands behind the last row of a run.
+        ends = [end - 1 for end in row_bounds(len(run.token_ids) for run in runs)[1:]]
+        logits = self._logits(runs, [ends[run_of[i]] for i in going])
+        while going:
+            self._choose(logits, going, proposal)
+            if going := proposal.going():
+                logits = self._feed_back(batch, going, proposal)
+
+    def _feed_back(self, batch: Seq[tuple[Sequence, SequenceWork]], going: list[int], proposal: _Proposal) -> Tensor:
+        """The logits behind the newest draft of each, [going, vocab]."""
+        runs = []
+        for i in going:
+            sequence = batch[i][0]
+            runs.append(Run(sequence.block_ids, sequence.num_draft_computed, proposal.token_ids[i][-1:]))
+            sequence.num_draft_computed += 1
+        return self._logits(runs)
 
     def release(self, request_id: int) -> None:
         """Nothing is kept per sequence: KV belongs to its blocks."""
 
-    def _forward(self, runs: list[Run]) -> Tensor:
-        token_ids, layout = flatten(runs, self.kv_cache.block_size, self.model.device)
-        return self.model.forward(token_ids, layout, self.kv_cache)
+    def _logits(self, runs: list[Run], rows: list[int] | None = None) -> Tensor:
+        """Of some rows, or of all."""
+        token_ids, layout = self._inputs.flatten(runs)
+        return self.model.logits_of(token_ids, layout, self.kv_cache, rows)
 
-    def _choose(self, hidden: Tensor, going: list[int], proposal: _Proposal) -> None:
+    def _choose(self, logits: Tensor, going: list[int], proposal: _Proposal) -> None:
         """The next draft of each sequence, as its rule wants it: by argmax, by the target's own noise, or drawn from q,
         which is kept for verification. A sequence to which no token is allowed proposes no more.
+
+        Args:
+            logits: [going, vocab]. Overwritten.
         """
         positions = [proposal.next_position(i) for i in going]
-        logits = self.model.logits(hidden)  # [len(going), vocab]
         dead = set(edit_(logits, positions))
         groups: dict[str, list[int]] = {}
         for row, place in enumerate(positions):
@@ -166,12 +176,12 @@ class _Proposal:
         rows = [self._first_rows[i] + len(self.token_ids[i]) for i in indexes]
         self._probs[rows] = q
 
-    def choices(self, indexes: list[int], noise: Uniform) -> Choices:
-        """How the drafts of some sequences are chosen, for who makes all of them at once."""
+    def choices(self, indexes: list[int], noise: Uniform) -> Choices | None:
+        """How the drafts of some sequences are chosen, for who makes all of them at once; None: the most probable."""
         rules = [self._batch[i][0].params.verification for i in indexes]
         kinds = [CHOICES.get(rule, Choice.DRAWN) for rule in rules]
         if all([kind is Choice.MOST_PROBABLE for kind in kinds]):
-            return Choices(torch.tensor(kinds, dtype=torch.int32))
+            return None
         positions = [self.next_position(i) for i in indexes]
         keys = torch.zeros(len(indexes), 4, dtype=torch.int64)
         if seeded := [row for row, kind in enumerate(kinds) if kind is Choice.BY_KEY]:

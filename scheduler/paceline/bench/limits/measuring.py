@@ -36,7 +36,6 @@ from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels import PagedBatch
 from paceline_kernels.cpu import ceilings, decoder
 from paceline_kernels.cpu.ceilings import ReadCeiling, median_seconds
-from paceline_kernels.cpu.decoder import Choice, Choices
 from paceline_kernels.cpu.memory import zeros
 
 BLOCK = 16  # tokens
@@ -120,7 +119,7 @@ def _decoding(model: NativeDecoder, sequences: int, ahead: int = 0) -> tuple[Ten
 
 
 def _forward_and_logits(model: NativeDecoder, token_ids: Tensor, batch: PagedBatch, kv_cache: KVCache) -> None:
-    model.logits(model.forward(token_ids, batch, kv_cache))
+    model.logits_of(token_ids, batch, kv_cache)
 
 
 def _decode_turns(engine: Engine, kv_cache: KVCache, ceiling: Callable[[], float]) -> Iterator[_Turn]:
@@ -206,22 +205,4 @@ def _pass_seconds(model: NativeDecoder, kv_cache: KVCache, depth: int) -> tuple[
     """Of a single pass, and of `depth` in one call."""
     token_ids, batch = _decoding(model, 1, ahead=depth)
     single = median_seconds(partial(_forward_and_logits, model, token_ids, batch, kv_cache))
-    depths, choices = torch.tensor([depth], dtype=torch.int32), _greedy(depth, model.config.vocab_size)
-    return single, median_seconds(lambda: model.draft(token_ids, batch, kv_cache, depths, choices))
-
-
-def _greedy(depth: int, vocab_size: int) -> Choices:
-    """The most probable token of every pass, for one sequence."""
-    zero, one = torch.zeros(1), torch.ones(1)
-    return Choices(
-        kinds=torch.tensor([Choice.MOST_PROBABLE], dtype=torch.int32),
-        temperatures=zero,
-        top_k=zero.long(),
-        top_p=one,
-        min_p=zero,
-        typical_p=one,
-        keys=torch.zeros(1, 4, dtype=torch.int64),
-        uniforms=torch.zeros(1, depth, dtype=torch.float64),
-        first_rows=zero.long(),
-        probs=torch.empty(0, vocab_size),
-    )
+    return single, median_seconds(lambda: model.draft(token_ids, batch, kv_cache, [depth]))
