@@ -27,9 +27,9 @@ constexpr int64_t POSITIONS = CHUNK * LANES;  // of a chunk
 constexpr int64_t QUERIES = 64;               // of a head that meet a chunk while it is in the cache
 constexpr int64_t MOST_HEADS = 8;             // that are computed together
 constexpr int REGISTERS = LANES / REGISTER_LANES;
-// Of a product, at most. Where AVX-512 has to widen what it multiplies, more rows meet it at once.
+// Of a product, at most.
 #if defined(__AVX512F__)
-constexpr int ROWS = HALVES_WIDE ? 8 : 4, PANELS = 4;
+constexpr int ROWS = 8, PANELS = 4;
 #else
 constexpr int ROWS = 4, PANELS = 2;
 #endif
