@@ -26,7 +26,8 @@ from paceline_kernels.cpu.memory import LargePages, largest_cache, zeros
 LANES = 16  # positions of a block that lie side by side: blocks are padded to as many
 TILE = 32  # outputs of one tile of packed weights
 
-_MOST_STRUCTS = 128  # that are kept for tensors that come again
+_MOST_STRUCTS = 16  # that are kept for tensors that come again
+_MOST_SCORES = 1 << 24  # logits whose memory is kept for the next call
 
 _POINTER, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool
 
@@ -289,7 +290,7 @@ _MOST_PROBABLE = _Choices()
 
 class Decoder:
     """Runs a decoder of dtype float32 or bfloat16. One call at a time, from any thread. Sets whether its weights'
-    matrices are streamed.
+    matrices are streamed. Keeps the pages and some tensors of the last calls.
 
     KV pages are [num_layers, 2, num_blocks, elements of a block] of the decoder's dtype, where a block has its size
     padded to LANES; what lies where inside is ours alone.
@@ -335,7 +336,8 @@ class Decoder:
             weights.head.struct,
         )
         self._scores = torch.empty(0, self.vocab)
-        self._structs: dict[int, tuple[tuple[Tensor, ...], Sequence[tuple[Tensor, Tensor]], _Batch]] = {}
+        self._structs: dict[int, tuple[tuple[Tensor, ...], _Batch]] = {}  # by the id of the token ids
+        self._kv_cache: Sequence[tuple[Tensor, Tensor]] = ()  # theirs
         self._library = _library()
         self._bf16 = dtype == torch.bfloat16
         self._handle = self._library.paceline_new(self._bf16, model)
@@ -382,13 +384,12 @@ class Decoder:
         call overwrites them.
         """
         count = len(token_ids) if rows is None else len(rows)
-        if len(self._scores) < count:
-            self._scores = torch.empty(count, self.vocab)
+        scores = self._scores_for(count)
         wanted = None if rows is None or count == len(token_ids) else (_INT * count)(*rows)
         self._library.paceline_logits_of(
-            self._bf16, self._handle, self._batch(token_ids, batch, kv_cache), wanted, count, self._scores.data_ptr()
+            self._bf16, self._handle, self._batch(token_ids, batch, kv_cache), wanted, count, scores.data_ptr()
         )
-        return self._scores[:count]
+        return scores
 
     def draft(
         self,
@@ -421,17 +422,27 @@ class Decoder:
         )
         return out
 
+    def _scores_for(self, count: int) -> Tensor:
+        """[count, vocab], in the memory of the last call, if that is not too much to be kept."""
+        if count * self.vocab > _MOST_SCORES:
+            return torch.empty(count, self.vocab)
+        if len(self._scores) < count:
+            with torch.inference_mode(False):  # whoever comes next may be in another mode
+                self._scores = torch.empty(-(-count // 8) * 8, self.vocab)
+        return self._scores[:count]
+
     def _batch(self, token_ids: Tensor, batch: PagedBatch, kv_cache: Sequence[tuple[Tensor, Tensor]]) -> _Batch:
         """The struct of an earlier call, where it had these very tensors: a step has no time to ask them all again."""
         tensors = token_ids, batch.query_starts, batch.context_lens, batch.block_tables
-        known = self._structs.get(id(token_ids))
-        if known is None or known[1] is not kv_cache or any(map(operator.is_not, known[0], tensors)):
+        if kv_cache is not self._kv_cache or len(self._structs) > _MOST_STRUCTS:
             assert kv_cache[0][0].dtype == self.dtype
             assert len(kv_cache) == len(self._kept[0].layers)
-            if len(self._structs) == _MOST_STRUCTS:
-                self._structs.clear()
-            known = self._structs[id(token_ids)] = tensors, kv_cache, _batch_struct(token_ids, batch, kv_cache)
-        struct = known[2]
+            self._kv_cache = kv_cache
+            self._structs.clear()
+        known = self._structs.get(id(token_ids))
+        if known is None or any(map(operator.is_not, known[0], tensors)):
+            known = self._structs[id(token_ids)] = tensors, _batch_struct(token_ids, batch, kv_cache)
+        struct = known[1]
         struct.block_size, struct.num_threads = batch.block_size, torch.get_num_threads()
         return struct
 

@@ -130,7 +130,7 @@ class Decoder:
         kv_cache: Sequence[tuple[Tensor, Tensor]],
         rows: Sequence[int] | None = None,
     ) -> Tensor:
-        """`forward`, and the logits of some of its rows, or of all -> [rows, vocab] float32."""
+        """`forward`, and the logits of some of its rows, ascending, or of all -> [rows, vocab] float32."""
         hidden = self.forward(token_ids, batch, kv_cache)
         if rows is not None and len(rows) < len(hidden):
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]

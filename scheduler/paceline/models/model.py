@@ -49,7 +49,7 @@ class Model(Protocol):
         kv_cache: Sequence[tuple[Tensor, Tensor]],
         rows: Sequence[int] | None = None,
     ) -> Tensor:
-        """`forward`, and the logits of some of its rows, ascending, or of all -> [rows, vocab] float32, which the next
-        call may overwrite.
+        """`forward`, and the logits of some of its rows, ascending and each once, or of all -> [rows, vocab] float32,
+        which the next call may overwrite.
         """
         ...

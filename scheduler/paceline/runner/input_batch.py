@@ -14,7 +14,8 @@ from torch import Tensor
 
 from paceline_kernels import PagedBatch
 
-MOST_ROOMS: Final = 64  # shapes whose arrays are kept
+MOST_ROOMS: Final = 16  # shapes whose arrays are kept
+WIDTH_STEP: Final = 8  # blocks: tables that grow with their sequences have other shapes as rarely
 
 
 # Not frozen: docs/decisions/012.
@@ -29,7 +30,7 @@ class Run:
 
 class InputBatch:
     """Lays out one batch after the other, on a CPU in the arrays of an earlier one of the same shape: to make arrays
-    takes longer than to fill them. So a layout holds until the next one.
+    takes longer than to fill them. So a layout holds until the next one. Tables there are wider than they need be.
 
         rows       | a5 a6 a7 | b9 |        counts [3, 1], query_starts [0, 3, 4], context_lens [8, 10]
     """
@@ -52,15 +53,18 @@ class InputBatch:
         starts = row_bounds(counts)
         context_lens = [run.start + count for run, count in zip(runs, counts, strict=True)]
         width = -(-(max(context_lens) + ahead) // self.block_size)
-        room = self._room((starts[-1], len(runs), width))
-        room.fill(runs, starts, context_lens)
+        room = self._room(starts[-1], len(runs), width)
+        room.fill(runs, starts, context_lens, width)
         token_ids, query_starts, contexts, tables = room.tensors
         batch = PagedBatch(query_starts, contexts, tables, self.block_size, max_rows=max(counts))
         if self.device.type == "cpu":
             return token_ids, batch
         return token_ids.to(self.device), _moved(batch, runs, self.device)
 
-    def _room(self, shape: tuple[int, int, int]) -> _Room:
+    def _room(self, num_rows: int, num_seqs: int, width: int) -> _Room:
+        if self.device.type != "cpu":
+            return _Room(num_rows, num_seqs, width)
+        shape = num_rows, num_seqs, -(-width // WIDTH_STEP) * WIDTH_STEP
         room = self._rooms.get(shape)
         if room is None:
             if len(self._rooms) == MOST_ROOMS:
@@ -81,16 +85,16 @@ class _Room:
         arrays = self._token_ids, self._starts, self._context_lens, self._tables
         self.tensors = tuple(map(torch.from_numpy, arrays))
 
-    def fill(self, runs: Sequence[Run], starts: list[int], context_lens: list[int]) -> None:
+    def fill(self, runs: Sequence[Run], starts: list[int], context_lens: list[int], width: int) -> None:
+        """Tables show the first `width` blocks of each run, with zeros behind them."""
         self._token_ids[:] = [token for run in runs for token in run.token_ids]
         self._starts[:] = starts
         self._context_lens[:] = context_lens
-        width = self._tables.shape[1]
         for row, run in enumerate(runs):
             blocks = run.block_ids[:width]
             if blocks != self._blocks[row]:  # mostly they are those of the step before
                 self._blocks[row] = blocks
-                self._tables[row] = blocks + [0] * (width - len(blocks))
+                self._tables[row] = blocks + [0] * (self._tables.shape[1] - len(blocks))
 
 
 def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: int = 0) -> tuple[Tensor, PagedBatch]:

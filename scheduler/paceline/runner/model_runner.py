@@ -255,8 +255,9 @@ class ModelRunner:
         if not any([sequence.params.logprobs.prompt is not None for sequence, _, _ in batch]):
             return self.model.logits_of(token_ids, layout, self.kv_cache, wanted), {}
         hidden = self.model.forward(token_ids, layout, self.kv_cache)
+        prompt_logprobs = self._prompt_logprobs(batch, hidden)  # first: it takes memory for a while
         rows = torch.tensor(wanted, dtype=torch.int64, device=hidden.device)
-        return self.model.logits(hidden[rows]), self._prompt_logprobs(batch, hidden)
+        return self.model.logits(hidden[rows]), prompt_logprobs
 
     def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Logprobs of the prompt tokens behind each row of a chunk, for who wants them, by request id."""
@@ -319,8 +320,10 @@ def _witnesses(logits: Tensor) -> Callable[[], list[float]]:
     """Gives one logit of each row, as it is now, before any is forbidden: a state that is no number makes all logits of
     its row such. A GPU is waited for only when they are asked for.
     """
-    values = logits[:, 0].clone() if logits.is_cuda else logits[:, 0].tolist()
-    return values.tolist if isinstance(values, Tensor) else lambda: values
+    if logits.is_cuda:
+        return logits[:, 0].clone().tolist
+    values: list[float] = logits[:, 0].tolist()
+    return lambda: values
 
 
 def _raw(logits: Tensor, runs: list[Run]) -> list[Tensor | None]:

@@ -118,17 +118,13 @@ def _decoding(model: NativeDecoder, sequences: int, ahead: int = 0) -> tuple[Ten
     return flatten(runs, BLOCK, model.device, ahead)
 
 
-def _forward_and_logits(model: NativeDecoder, token_ids: Tensor, batch: PagedBatch, kv_cache: KVCache) -> None:
-    model.logits_of(token_ids, batch, kv_cache)
-
-
 def _decode_turns(engine: Engine, kv_cache: KVCache, ceiling: Callable[[], float]) -> Iterator[_Turn]:
-    """A decode step, as the two calls of the model and as the whole step of the engine."""
+    """A decode step, as the call of the model and as the whole step of the engine."""
     model = target(engine)
     size = streamed_bytes(model.config, itemsize(model))
     for sequences in BATCHES:
         name = f"{name_of(model)}, {sequences} sequences" if sequences > 1 else f"{name_of(model)}, 1 sequence"
-        call = partial(_forward_and_logits, model, *_decoding(model, sequences), kv_cache)
+        call = partial(model.logits_of, *_decoding(model, sequences), kv_cache)
         figure = Figure("decode, model", name, "GB/s", size)
         yield _Turn(figure, partial(median_seconds, call), ceiling)
         figure = Figure("decode, engine", name, "GB/s", size)
@@ -195,7 +191,7 @@ def _attention_turn(model: NativeDecoder, size: int, ceiling: Callable[[], float
 
 def _draft_turn(model: NativeDecoder, kv_cache: KVCache, ceiling: Callable[[], float]) -> _Turn:
     """One pass for one sequence, over weights that stay wherever so many bytes stay."""
-    call = partial(_forward_and_logits, model, *_decoding(model, 1), kv_cache)
+    call = partial(model.logits_of, *_decoding(model, 1), kv_cache)
     size = streamed_bytes(model.config, itemsize(model))
     figure = Figure("draft pass", f"{name_of(model)}, 1 sequence", "GB/s", size)
     return _Turn(figure, partial(median_seconds, call), ceiling)
@@ -204,5 +200,5 @@ def _draft_turn(model: NativeDecoder, kv_cache: KVCache, ceiling: Callable[[], f
 def _pass_seconds(model: NativeDecoder, kv_cache: KVCache, depth: int) -> tuple[float, float]:
     """Of a single pass, and of `depth` in one call."""
     token_ids, batch = _decoding(model, 1, ahead=depth)
-    single = median_seconds(partial(_forward_and_logits, model, token_ids, batch, kv_cache))
+    single = median_seconds(partial(model.logits_of, token_ids, batch, kv_cache))
     return single, median_seconds(lambda: model.draft(token_ids, batch, kv_cache, [depth]))
