@@ -35,7 +35,7 @@ public:
             team.share(count, [&](int64_t index) {
                 finish(wanted ? wanted[index] : index, [&](int64_t i) { return last_.at(index, i); });
             });
-            project<T>(team, model_.head, last_, count, last_room_, RowMajor{out, model_.vocab});
+            head(team, count, out);
         });
     }
 
@@ -49,7 +49,7 @@ public:
                 const T* const from = hidden + row * model_.hidden;
                 for (int64_t i = 0; i < model_.hidden; ++i) convert(from[i], *last_.at(row, i));
             });
-            project<T>(team, model_.head, last_, rows, last_room_, RowMajor{out, model_.vocab});
+            head(team, rows, out);
         }
     }
 
@@ -207,6 +207,11 @@ private:
             store_some(out + i, low * c - high * s, count);
             store_some(out + half + i, high * c + low * s, count);
         }
+    }
+
+    // Logits of the rows of last_ -> out [rows, vocab].
+    void head(Team& team, int64_t rows, float* out) {
+        project<T>(team, model_.head, last_, rows, last_room_, RowMajor{out, model_.vocab});
     }
 
     // -- pieces --

@@ -269,15 +269,15 @@ class Choices:
     """
 
     kinds: Tensor  # int32, of Choice
-    temperatures: Tensor | None = None  # float32
-    top_k: Tensor | None = None  # int64
-    top_p: Tensor | None = None  # float32
-    min_p: Tensor | None = None  # float32
-    typical_p: Tensor | None = None  # float32
-    keys: Tensor | None = None  # [num_seqs, 4] int64: of the first draft; the position grows by one with each
-    uniforms: Tensor | None = None  # [num_seqs, largest depth] float64: what draws go by
-    first_rows: Tensor | None = None  # int64: where a sequence's rows of probs begin
-    probs: Tensor | None = None  # [rows, vocab] float32: what its drafts are drawn from
+    temperatures: Tensor  # float32
+    top_k: Tensor  # int64
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
+    typical_p: Tensor  # float32
+    keys: Tensor  # [num_seqs, 4] int64: of the first draft; the position grows by one with each
+    uniforms: Tensor  # [num_seqs, largest depth] float64: what draws go by
+    first_rows: Tensor  # int64: where a sequence's rows of probs begin
+    probs: Tensor  # [rows, vocab] float32: what its drafts are drawn from
 
     @property
     def struct(self) -> _Choices:
@@ -409,7 +409,7 @@ class Decoder:
             [num_seqs, largest depth] int64; what stands behind a sequence's depth is undefined.
         """
         count, largest = len(depths), max(depths)
-        assert choices is None or choices.uniforms is None or choices.uniforms.shape == (count, largest)
+        assert choices is None or choices.uniforms.shape == (count, largest)
         out = torch.empty(count, largest, dtype=torch.int64)
         self._library.paceline_draft(
             self._bf16,

@@ -28,7 +28,7 @@ from paceline.runner.device_passes import DevicePasses, ModelAndKV
 from paceline.runner.device_step import DeviceStep, Part
 from paceline.runner.marks import Marks
 from paceline.runner.memory import SPARE_SEATS, give_back
-from paceline.runner.model_runner import Batch, Entry, LogitsOf, ModelRunner
+from paceline.runner.model_runner import Batch, LogitsOf, ModelRunner, reads_prompt
 from paceline.runner.seats import Seats, is_plain
 from paceline.runner.stage import MAX_LAUNCHED, pinned
 from paceline_kernels.triton.state import SequenceTable
@@ -208,7 +208,7 @@ class DeviceRunner:
         def logits_of(batch: Batch) -> Tensor | None:
             beside = self._beside(batch)
             first, count = (sum(part.num_logits for part in parts) for parts in (own, beside))
-            if launched or first + count > self._passes.most_logits or any(map(_reads_prompt, batch)):
+            if launched or first + count > self._passes.most_logits or any(map(reads_prompt, batch)):
                 return None
             launched.append(self._try_launch(plan, own, beside))
             return None if launched[0] is None else self._passes.logits(first, first + count)
@@ -304,9 +304,3 @@ def _times(host: StepTimes, device: StepTimes, is_shared: bool, total: float) ->
     """Of a step in which both had a part. While a shared forward runs, the host waits for it."""
     draft, verify = host.draft + device.draft, device.verify + host.verify * (not is_shared)
     return StepTimes(draft, verify, max(0.0, total - draft - verify), total)
-
-
-def _reads_prompt(entry: Entry) -> bool:
-    """Logprobs of prompt tokens are wanted, which take the hidden states of their rows."""
-    sequence, _, _ = entry
-    return sequence.params.logprobs.prompt is not None and sequence.num_computed + 1 < sequence.num_prompt_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -31,8 +31,6 @@ class Run:
 class InputBatch:
     """Lays out one batch after the other, on a CPU in the arrays of an earlier one of the same shape: to make arrays
     takes longer than to fill them. So a layout holds until the next one. Tables there are wider than they need be.
-
-        rows       | a5 a6 a7 | b9 |        counts [3, 1], query_starts [0, 3, 4], context_lens [8, 10]
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
@@ -41,29 +39,11 @@ class InputBatch:
         self._rooms: dict[tuple[int, int, int], _Room] = {}  # by shape
 
     def flatten(self, runs: Sequence[Run], ahead: int = 0) -> tuple[Tensor, PagedBatch]:
-        """Lay runs one after the other.
-
-        Args:
-            ahead: positions behind the runs whose blocks the tables should show too, as far as there are any.
-
-        Returns:
-            token_ids [num_tokens] int64, and where each row belongs.
-        """
-        counts = [len(run.token_ids) for run in runs]
-        starts = row_bounds(counts)
-        context_lens = [run.start + count for run, count in zip(runs, counts, strict=True)]
-        width = -(-(max(context_lens) + ahead) // self.block_size)
-        room = self._room(starts[-1], len(runs), width)
-        room.fill(runs, starts, context_lens, width)
-        token_ids, query_starts, contexts, tables = room.tensors
-        batch = PagedBatch(query_starts, contexts, tables, self.block_size, max_rows=max(counts))
-        if self.device.type == "cpu":
-            return token_ids, batch
-        return token_ids.to(self.device), _moved(batch, runs, self.device)
+        """What the function of this name gives."""
+        room_for = self._room if self.device.type == "cpu" else _Room
+        return _flatten(runs, self.block_size, self.device, ahead, room_for)
 
     def _room(self, num_rows: int, num_seqs: int, width: int) -> _Room:
-        if self.device.type != "cpu":
-            return _Room(num_rows, num_seqs, width)
         shape = num_rows, num_seqs, -(-width // WIDTH_STEP) * WIDTH_STEP
         room = self._rooms.get(shape)
         if room is None:
@@ -98,8 +78,32 @@ class _Room:
 
 
 def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: int = 0) -> tuple[Tensor, PagedBatch]:
-    """One batch by itself, see `InputBatch`."""
-    return InputBatch(block_size, device).flatten(runs, ahead)
+    """Lay runs one after the other.
+
+        rows       | a5 a6 a7 | b9 |        counts [3, 1], query_starts [0, 3, 4], context_lens [8, 10]
+
+    Args:
+        ahead: positions behind the runs whose blocks the tables should show too, as far as there are any.
+
+    Returns:
+        token_ids [num_tokens] int64, and where each row belongs.
+    """
+    return _flatten(runs, block_size, device, ahead, _Room)
+
+
+def _flatten(
+    runs: Sequence[Run], block_size: int, device: torch.device, ahead: int, room_for: Callable[[int, int, int], _Room]
+) -> tuple[Tensor, PagedBatch]:
+    """The same in a room for so many rows and sequences, and tables of so many blocks or more."""
+    counts = [len(run.token_ids) for run in runs]
+    starts = row_bounds(counts)
+    context_lens = [run.start + count for run, count in zip(runs, counts, strict=True)]
+    width = -(-(max(context_lens) + ahead) // block_size)
+    room = room_for(starts[-1], len(runs), width)
+    room.fill(runs, starts, context_lens, width)
+    token_ids, query_starts, contexts, tables = room.tensors
+    batch = PagedBatch(query_starts, contexts, tables, block_size, max_rows=max(counts))
+    return (token_ids, batch) if device.type == "cpu" else (token_ids.to(device), _moved(batch, runs, device))
 
 
 def _moved(batch: PagedBatch, runs: Sequence[Run], device: torch.device) -> PagedBatch:

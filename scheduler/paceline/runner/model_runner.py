@@ -252,7 +252,7 @@ class ModelRunner:
         token_ids, layout = self._inputs.flatten(runs)
         parts = [(work.num_tokens, len(draft.token_ids), work.samples) for _, work, draft in batch]
         wanted = input_batch.logit_rows(parts)
-        if not any([sequence.params.logprobs.prompt is not None for sequence, _, _ in batch]):
+        if not any(map(reads_prompt, batch)):
             return self.model.logits_of(token_ids, layout, self.kv_cache, wanted), {}
         hidden = self.model.forward(token_ids, layout, self.kv_cache)
         prompt_logprobs = self._prompt_logprobs(batch, hidden)  # first: it takes memory for a while
@@ -314,6 +314,12 @@ class ModelRunner:
         if judged.prompt_logprobs is not None:
             result = replace(result, prompt_start=start, prompt_logprobs=judged.prompt_logprobs)
         return result
+
+
+def reads_prompt(entry: Entry) -> bool:
+    """Logprobs of prompt tokens are wanted, which take the hidden states of their rows."""
+    sequence, _, _ = entry
+    return sequence.params.logprobs.prompt is not None and sequence.num_computed + 1 < sequence.num_prompt_tokens
 
 
 def _witnesses(logits: Tensor) -> Callable[[], list[float]]:

@@ -13,7 +13,7 @@ from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.models import Model, NativeDecoder
 from paceline.runner.drafter import Draft
-from paceline.runner.input_batch import InputBatch, Run, row_bounds
+from paceline.runner.input_batch import InputBatch, Run, logit_rows, row_bounds
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.noise import Stream, Uniform
 from paceline.runner.positions import Positions, noise_keys
@@ -86,10 +86,8 @@ class DraftModel:
         if not runs:
             return
         going = proposal.going()
-        run_of = {i: run for run, i in enumerate(reading)}
-        # What is drafted from stands behind the last row of a run.
-        ends = [end - 1 for end in row_bounds(len(run.token_ids) for run in runs)[1:]]
-        logits = self._logits(runs, [ends[run_of[i]] for i in going])
+        drafting = set(going)
+        logits = self._logits(runs, logit_rows((len(gaps[i]), 0, i in drafting) for i in reading))
         while going:
             self._choose(logits, going, proposal)
             if going := proposal.going():
