@@ -18,13 +18,13 @@ from paceline import __version__
 from paceline.core.config import SchedulerConfig
 from paceline.core.cost_model import CostModel
 from paceline.whole_file import whole_file
-from paceline_kernels.cpu.build import cache_folder
+from paceline_kernels.cpu.build import cache_folder, forget_oldest
 from paceline_kernels.cpu.identity import cpu_name
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 5  # of the file and of what is measured
-MOST_KEPT = 64  # files; a few kilobytes each
+MOST_KEPT = 64  # files, of checkpoints and limits that were tried once, too; a few kilobytes each
 
 
 def key_of(
@@ -111,18 +111,7 @@ def save(key: str, model: CostModel) -> None:
     except OSError as error:
         logger.warning("measured costs cannot be kept, every start measures anew: %s", error)
         return
-    for path in _oldest(folder):
-        with suppress(OSError):
-            path.unlink()
-
-
-def _oldest(folder: Path) -> list[Path]:
-    """All but the `MOST_KEPT` that were used last: of checkpoints and limits that were tried once."""
-    saved: list[tuple[float, Path]] = []
-    for path in folder.glob(_file("*")):
-        with suppress(OSError):  # another process tidies up, too
-            saved.append((path.stat().st_mtime, path))
-    return [path for _, path in sorted(saved)[:-MOST_KEPT]]
+    forget_oldest(folder, _file("*"), MOST_KEPT)
 
 
 def _file(key: str) -> str:

@@ -63,6 +63,34 @@ def test_compiles_again_when_a_header_changes(sources: Path, cache: Path) -> Non
 
 
 @needs_compiler
+def test_keeps_the_libraries_that_were_used_last(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(answer: int, now: int) -> None:
+        (sources / "toy.h").write_text(f"#define ANSWER {answer}\n")
+        assert load("toy").answer() == answer
+        library = build.build("toy", build.march())
+        os.utime(library, (now, now))
+
+    monkeypatch.setattr(build, "MOST_KEPT", 2)
+    use(1, now=1)
+    use(2, now=2)
+    use(1, now=3)
+    use(3, now=4)
+    assert len(list(cache.iterdir())) == 2
+    monkeypatch.setattr(build, "_compile", refuse)
+    use(1, now=5)
+    use(3, now=6)
+
+
+@needs_compiler
+def test_a_library_that_is_used_again_is_kept_longest(sources: Path, cache: Path) -> None:
+    assert load("toy").answer() == 41
+    (library,) = cache.iterdir()
+    os.utime(library, (1, 1))
+    assert load("toy").answer() == 41
+    assert library.stat().st_mtime > 1
+
+
+@needs_compiler
 def test_flags_are_part_of_the_identity(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (sources / "toy.h").write_text("#ifndef ANSWER\n#define ANSWER 41\n#endif\n")
     assert load("toy").answer() == 41

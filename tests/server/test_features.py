@@ -282,6 +282,9 @@ async def test_slow_grammars_of_one_tenant_keep_no_other_waiting(
             await asyncio.sleep(0.001)
     assert (await served.client.complete(PROMPT, tenant="calm", choices=["yes"])).text == "yes"
     assert not any(task.done() for task in slow)
+    assert (await served.client.admin.load()).waiting_requests == 5
+    [flood] = (await served.client.admin.stats("flood")).tenants
+    assert (flood.running_requests, flood.waiting_requests) == (0, 5)
     for task in slow:
         task.cancel()
     await asyncio.wait(slow)

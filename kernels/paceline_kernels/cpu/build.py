@@ -50,6 +50,7 @@ CACHE_VARIABLE = "PACELINE_CACHE"
 ELF_OF_64_BITS = b"\x7fELF\x02\x01"  # little-endian
 ELF_HEADER = struct.Struct("<40xQ10xHH2x")  # of the section headers: offset, size of one, how many
 LAST_LINES = 20  # of what a compiler complains about
+MOST_KEPT = 16  # files of a library: of other versions, flags and CPUs; 300 KB or less each
 
 
 class BuildError(Exception):
@@ -144,15 +145,29 @@ def build(name: str, march: str) -> Path:
     file = f"{name}-{digest}.so"
     cache = cache_folder()
     if cache is not None and is_there(cache / file):
+        with suppress(OSError):
+            (cache / file).touch()  # those that were used last are kept
         return cache / file
     try:
         library = _writable(cache) / file
         if not library.exists():
             logger.warning("paceline: compiling %s for %s (once, up to a minute)...", name, _words(march))
             _compile([*compiler, *flags, str(source), *_openmp()], library)
+            forget_oldest(library.parent, f"{name}-*.so", MOST_KEPT)
     except OSError as error:
         raise BuildError(f"{name} cannot be compiled: {error}") from error
     return library
+
+
+def forget_oldest(folder: Path, pattern: str, most: int) -> None:
+    """Delete the files of a pattern but those that were used last, `most` of them."""
+    files: list[tuple[float, Path]] = []
+    for path in folder.glob(pattern):
+        with suppress(OSError):  # another process tidies up, too
+            files.append((path.stat().st_mtime, path))
+    for _, path in sorted(files)[:-most]:
+        with suppress(OSError):
+            path.unlink()
 
 
 def is_there(path: Path) -> bool:

@@ -101,7 +101,7 @@ class SpeculationControl:
             lambda indices: [self._candidate(requests[i], allowed[i], matches[i], load.budget) for i in indices],
             slot_price=slot_price,
         )
-        if any([DRAFT_MODEL in limits for limits in highest]):
+        if load.budget > 0 and any([DRAFT_MODEL in limits for limits in highest]):
             methods = [choice.method for choice in chosen]
             self.model_drafts = DRAFT_MODEL in methods or (NGRAM in methods and self.model_drafts)
         return chosen

@@ -98,9 +98,10 @@ class Usage:
             # A reload may name a tenant whose usage was booked to all others until then.
             report.setdefault(self.name_of(request.tenant), TenantUsage()).book(request)
         for tenant in self._scheduler.tenants:
-            usage = report.get(self.name_of(tenant.name))
+            name = self.name_of(tenant.name)
+            usage = report.setdefault(name, TenantUsage()) if tenant.coming else report.get(name)
             if usage is not None:  # else it has asked for something, and been refused
                 usage.running += tenant.num_running
-                usage.waiting += len(tenant.queue)
+                usage.waiting += tenant.num_queued
                 usage.service_seconds = max(usage.service_seconds, tenant.service)
         return report

@@ -62,7 +62,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         scheduler = engine.engine.scheduler
         return pb.GetLoadResponse(
             running_requests=len(scheduler.running),
-            waiting_requests=scheduler.tenants.num_waiting,
+            waiting_requests=scheduler.tenants.num_queued,
             max_running_requests=scheduler.config.max_num_seqs,
             max_waiting_requests=scheduler.config.max_queued,
             kv_blocks=scheduler.config.num_blocks,

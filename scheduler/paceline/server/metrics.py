@@ -167,7 +167,7 @@ class Snapshot:
             model=inner.model_name,
             serving=engine.healthy and not engine.draining,
             running=len(scheduler.running),
-            waiting=scheduler.tenants.num_waiting,
+            waiting=scheduler.tenants.num_queued,
             kv_usage=1.0 - scheduler.kv.num_free_blocks / scheduler.config.num_blocks,
             decision=scheduler.speculation.policy.decision,
             totals=replace(inner.totals),
@@ -178,7 +178,7 @@ class Snapshot:
         """As Prometheus has them. May run in any thread."""
         decision = self.decision or Decision()
         yield self._gauge("vllm:num_requests_running", "Completions in the batch.", self.running)
-        yield self._gauge("vllm:num_requests_waiting", "Completions that wait.", self.waiting)
+        yield self._gauge("vllm:num_requests_waiting", "Completions that wait or are prepared.", self.waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests hold, 0 to 1.", self.kv_usage)
         yield self._gauge("paceline_serving", "1 while new requests are taken.", float(self.serving))
         yield self._gauge("paceline_speculation_depth", "Drafts of the deepest request, last decided.", decision.depth)
@@ -258,7 +258,7 @@ TENANT_COUNTERS: Final[Values] = {
 }
 TENANT_GAUGES: Final[Values] = {
     "paceline_tenant_requests_running": ("Completions in the batch.", lambda t: t.running),
-    "paceline_tenant_requests_waiting": ("Completions that wait.", lambda t: t.waiting),
+    "paceline_tenant_requests_waiting": ("Completions that wait or are prepared.", lambda t: t.waiting),
     "paceline_tenant_service_seconds": ("Charged over weight: the lowest is served next.", lambda t: t.service_seconds),
 }
 
