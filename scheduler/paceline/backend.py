@@ -15,7 +15,7 @@ from paceline.errors import FailedPrecondition
 from paceline.models import Decoder, Model, load_model, load_native
 from paceline.models.config import DTYPES
 from paceline.settings import EngineSettings
-from paceline_kernels.cpu import decoder
+from paceline_kernels.cpu import build, decoder
 from paceline_kernels.ops import Ops
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def choose_backend(settings: EngineSettings, gpu: Gpu | None) -> str:
     if obstacles[fast] is None:
         return fast
     if settings.backend == "auto":
-        logger.warning("no %s backend, torch computes, several times slower: %s", fast, obstacles[fast])
+        build.warn(logger, f"no {fast} backend, torch computes, several times slower", str(obstacles[fast]))
     return "torch"
 
 

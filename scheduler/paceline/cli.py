@@ -408,7 +408,7 @@ def chat(
 
 @app.command(short_help="Say what this machine has for serving.")
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure nothing of the machine.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     model: Annotated[str | None, typer.Option(metavar="DIR|demo", help="Say what its steps cost, too.")] = None,
     draft: Annotated[str, typer.Option(metavar="DIR|demo|ngram|none", help="Who drafts for it.")] = "none",

@@ -100,6 +100,18 @@ def test_biases_by_family(write: Callable[..., Path], changes: dict[str, Any], b
     assert (config.attention_bias, config.output_bias, config.mlp_bias) == biases
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": LLAMA_5X["rope_parameters"]},
+        {"rope_scaling": {}},
+        {"rope_parameters": {}, "rope_scaling": LLAMA_4X["rope_scaling"], "rope_theta": 500000.0},
+    ],
+)
+def test_rope_parameters_by_two_names_that_agree(write: Callable[..., Path], changes: dict[str, Any]) -> None:
+    assert load_model_config(write(LLAMA_5X, **changes)) == load_model_config(write(LLAMA_5X))
+
+
 def test_a_sliding_window_that_is_switched_off_is_fine(write: Callable[..., Path]) -> None:
     assert load_model_config(write(QWEN2, layer_types=["full_attention"] * 2)).attention_bias
 
@@ -143,6 +155,7 @@ def test_generation_config_decides_the_end_and_the_defaults(write: Callable[...,
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, ["factor", "nothing"]),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "linear"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ["rope_scaling", "linear", "rope_parameters"]),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(

@@ -262,6 +262,7 @@ def test_without_a_compiler_sampling_is_not_available(
 ) -> None:
     monkeypatch.setenv(build.COMPILER_VARIABLE, "no-such-compiler")
     monkeypatch.setattr(sampling, "load", load)
+    monkeypatch.setattr(build, "_told", [])
     monkeypatch.setattr(sampling, "_library", functools.cache(sampling._library.__wrapped__))
     assert not sampling.available()
     assert not sampling.available()

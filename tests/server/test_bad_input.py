@@ -145,6 +145,16 @@ INVALID_FIELDS = [
     (request(scheduling=pb.SchedulingParams(tenant="two words")), "scheduling.tenant", ("'two words'", "1 to 128")),
     (request(scheduling=pb.SchedulingParams(priority=1001)), "scheduling.priority", ("1001:", "-1000..1000")),
     (request(scheduling=pb.SchedulingParams(priority=-1001)), "scheduling.priority", ("-1001:", "-1000..1000")),
+    (
+        request(scheduling=pb.SchedulingParams(queue_timeout=Duration(seconds=1, nanos=-5))),
+        "scheduling.queue_timeout",
+        ("1 s -5 ns", "of the same sign"),
+    ),
+    (
+        request(output=pb.OutputParams(max_chunk_delay=Duration(nanos=10**9))),
+        "output.max_chunk_delay",
+        ("0 s 1000000000 ns", "less than a second of ns"),
+    ),
     (request(scheduling=pb.SchedulingParams(queue_timeout={})), "scheduling.queue_timeout", ("0.0:", "> 0")),
     (
         request(scheduling=pb.SchedulingParams(queue_timeout=Duration(seconds=-3))),

@@ -448,6 +448,8 @@ def nested(levels: int) -> dict[str, object]:
         ("x", {"logit_bias": {3: True}}, "sampling.logit_bias = {3: True}: must be a mapping of token ids to"),
         ("x", {"logit_bias": {3: 10**400}}, "sampling.logit_bias = .*: must be a mapping of token ids to"),
         ("x", {"temperature": 10**400}, "sampling.temperature = .*: must be"),
+        ("x", {"top_p": 1e300}, r"sampling.top_p = 1e\+300: must be a number that 32 bits can hold"),
+        ("x", {"logit_bias": {3: -1e39}}, r"sampling.logit_bias = {3: -1e\+39}: must be .* that 32 bits can hold"),
         ("x", {"stop_token_ids": [True]}, r"stop.token_ids = \[True\]: must be a sequence, each"),
         ([True], {}, r"prompt_tokens.ids = \[True\]: must be a sequence, each"),
         ("x", {"logit_bias": [3]}, r"sampling.logit_bias = \[3\]: must be a mapping of token ids to numbers"),

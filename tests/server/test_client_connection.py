@@ -224,6 +224,7 @@ async def test_tls(certificates: Certificates, mutual: bool, options: dict[str, 
     ("options", "message"),
     [
         ({"tls": "/no/such/file"}, "tls = '/no/such/file': must be a PEM file that can be read"),
+        ({"tls": __file__}, "tls = '.*test_client_connection.py': must be a PEM file"),
         ({"tls": True, "client_certificate": "x"}, "client_certificate = 'x': must be given with client_key"),
         ({"tls": True, "client_key": "x"}, "must be given with client_key"),
         ({"client_certificate": "x", "client_key": "x"}, "tls = False: must be set where there is"),

@@ -275,7 +275,7 @@ async def test_more_completions_than_the_tenants_queue_ever_holds(free: Serving)
     message = of("a")
     message.n = 3
     error = await failure(free.stub.Generate(message))
-    assert (error.code(), error.details()) == (INVALID, "n = 3: must be at most 2, which is all that may wait here")
+    assert (error.code(), error.details()) == (INVALID, "n = 3: must be at most 2, max_queued of tenant 'a'")
     message.n = 2
     assert await whole(free.stub.Generate(message))
 

@@ -52,6 +52,8 @@ ELF_HEADER = struct.Struct("<40xQ10xHH2x")  # of the section headers: offset, si
 LAST_LINES = 20  # of what a compiler complains about
 MOST_KEPT = 16  # files of a library: of other versions, flags and CPUs; 300 KB or less each
 
+_told: list[str] = []  # obstacles, in this process
+
 
 class BuildError(Exception):
     """There is no compiler here, it refused the source, or the result cannot be kept or loaded; says which."""
@@ -127,6 +129,14 @@ def obstacle(library: Callable[[], ctypes.CDLL]) -> str | None:
     except BuildError as error:
         return str(error)
     return None
+
+
+def warn(log: logging.Logger, consequence: str, obstacle: str) -> None:
+    """Say what is slower here, and why. What one library misses others miss, too, so that after one warning it is for
+    information.
+    """
+    log.log(logging.INFO if _told else logging.WARNING, "%s: %s", consequence, obstacle)
+    _told.append(obstacle)
 
 
 def build(name: str, march: str) -> Path:

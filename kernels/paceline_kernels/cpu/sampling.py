@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline_kernels.cpu.build import BuildError, load
+from paceline_kernels.cpu.build import BuildError, load, warn
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         library = load("sampling")
     except BuildError as error:
-        logger.warning("no native sampling, torch samples, which is slower: %s", error)
+        warn(logger, "no native sampling, torch samples, which is slower", str(error))
         return None
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, f"paceline_{name}")

@@ -207,6 +207,9 @@ def _read(field: str, path: object) -> bytes:
     if not isinstance(path, str | Path):
         raise InvalidArgument(field, path, "the path of a PEM file")
     try:
-        return Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise InvalidArgument(field, path, f"a PEM file that can be read ({error.strerror})") from error
+    if b"-----BEGIN " not in data:  # gRPC would say that the server cannot be reached
+        raise InvalidArgument(field, path, "a PEM file")
+    return data

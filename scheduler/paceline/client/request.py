@@ -5,6 +5,7 @@ The server judges values; here only what the contract cannot carry is refused, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast
@@ -125,6 +126,7 @@ _LOGPROBS_MODES: Final[dict[str, pb.LogprobsMode]] = {
     "raw": pb.LOGPROBS_MODE_RAW,
     "processed": pb.LOGPROBS_MODE_PROCESSED,
 }
+LARGEST_FLOAT: Final = 3.4028235e38  # of 32 bits
 _ALLOWED: Final = {
     FieldDescriptor.TYPE_UINT32: "an integer in 0..2^32-1",
     FieldDescriptor.TYPE_UINT64: "an integer in 0..2^64-1",
@@ -304,10 +306,14 @@ def _fill_time(duration: Duration, field: str, seconds: Any, above_zero: bool = 
     duration.FromNanoseconds(round(float(seconds) * 1e9))
 
 
-def _refuse_booleans(values: list[Any]) -> None:
-    """True is 1 to Python, and a mistake here. Raises TypeError."""
+def _refuse_changed(values: list[Any]) -> None:
+    """What the message would take for another value: True for 1, and for infinity what 32 bits cannot hold. Raises
+    TypeError or OverflowError.
+    """
     if any([value is True or value is False for value in values]):
         raise TypeError
+    if any([isinstance(value, float) and LARGEST_FLOAT < abs(value) < math.inf for value in values]):
+        raise OverflowError
 
 
 def _fill(message: Message, path: str, **values: object) -> None:
@@ -322,18 +328,20 @@ def _fill(message: Message, path: str, **values: object) -> None:
             if isinstance(held, MutableMapping):
                 allowed = "a mapping of token ids to numbers"
                 pairs = dict(cast("Mapping[int, float]", value))
-                _refuse_booleans([*pairs.keys(), *pairs.values()])
+                _refuse_changed([*pairs.keys(), *pairs.values()])
                 held.update(pairs)
             elif field.is_repeated:
                 allowed = f"a sequence, each {allowed}"
                 if isinstance(value, str):  # a sequence of texts too, but hardly meant as one
                     raise TypeError
                 items = list(cast("Iterable[object]", value))
-                _refuse_booleans(items)
+                _refuse_changed(items)
                 held.extend(items)
             else:
                 if field.type != FieldDescriptor.TYPE_BOOL:
-                    _refuse_booleans([value])
+                    _refuse_changed([value])
                 setattr(message, name, value)
         except (TypeError, ValueError, OverflowError) as error:
+            if isinstance(error, OverflowError):
+                allowed += " that 32 bits can hold"
             raise InvalidArgument(f"{path}.{name}".lstrip("."), value, allowed) from error

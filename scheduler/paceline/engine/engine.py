@@ -409,10 +409,12 @@ class Engine:
 
     def _check_n(self, request: GenerationRequest) -> None:
         """All completions wait at first, however short the queues are."""
-        own = self.scheduler.tenants.policy(request.scheduling.tenant).max_queued
-        most = min(self.scheduler.config.max_queued, request.n if own is None else own)
+        tenant, most = request.scheduling.tenant, self.scheduler.config.max_queued
+        own = self.scheduler.tenants.policy(tenant).max_queued
         if request.n > most:
-            raise InvalidArgument("n", request.n, f"at most {most}, which is all that may wait here")
+            raise InvalidArgument("n", request.n, f"at most {most}, the server's max_queued")
+        if own is not None and request.n > own:
+            raise InvalidArgument("n", request.n, f"at most {own}, max_queued of tenant {tenant!r}")
 
     def _check_method(self, request: GenerationRequest) -> None:
         method = request.speculation.method

@@ -201,10 +201,12 @@ def _dtype(config: _Section) -> torch.dtype | None:
 
 def _rope(config: _Section, max_positions: int) -> tuple[float, Llama3Scaling | None]:
     """Theta and scaling: all in rope_parameters (transformers 5), or rope_theta beside rope_scaling (4)."""
-    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     values = config.get(key) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         config.refuse(key, "one set of parameters for all layers")
+    if (config.get("rope_scaling") or values) != values:  # transformers would not look at the latter
+        config.refuse("rope_scaling", f"none beside rope_parameters = {values}")
     rope = _Section(config.file, {"rope_theta": config.get("rope_theta"), **values})
     theta = rope.positive("rope_theta", 10000.0)
     for section in (config, rope):

@@ -28,7 +28,7 @@ def load_tokenizer(path: Path, *, chats: bool = True) -> PreTrainedTokenizerBase
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exception, transformers nearly every builtin
-        raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+        raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
     if chats:
         _check_chat_template(path, tokenizer)
     return cast(PreTrainedTokenizerBase, tokenizer)

@@ -225,9 +225,9 @@ def _read_scheduling(message: pb.SchedulingParams, deadline: float | None) -> Sc
         tenant=_read_name("scheduling.tenant", message.tenant),
         priority=message.priority,
         deadline=deadline,
-        queue_timeout=_read_seconds(message, "queue_timeout"),
-        time_to_first_token=_read_seconds(message, "time_to_first_token"),
-        time_per_output_token=_read_seconds(message, "time_per_output_token"),
+        queue_timeout=_read_seconds(message, "scheduling", "queue_timeout"),
+        time_to_first_token=_read_seconds(message, "scheduling", "time_to_first_token"),
+        time_per_output_token=_read_seconds(message, "scheduling", "time_per_output_token"),
     )
 
 
@@ -235,16 +235,19 @@ def read_hold(output: pb.OutputParams) -> float:
     """How long tokens may wait for others to go with them, in seconds; `math.inf`: until their choice ends. Raises
     InvalidArgument.
     """
-    delay = _read_seconds(output, "max_chunk_delay") or 0.0
+    delay = _read_seconds(output, "output", "max_chunk_delay") or 0.0
     if not 0.0 <= delay <= MAX_CHUNK_DELAY:
         raise InvalidArgument("output.max_chunk_delay", delay, f"between 0 and {MAX_CHUNK_DELAY:g} seconds")
     return math.inf if output.final_only else delay
 
 
-def _read_seconds(message: pb.SchedulingParams | pb.OutputParams, name: Any) -> float | None:
+def _read_seconds(message: pb.SchedulingParams | pb.OutputParams, path: str, name: Any) -> float | None:
     if not message.HasField(name):
         return None
     duration: Duration = getattr(message, name)
+    if abs(duration.nanos) >= 10**9 or duration.seconds * duration.nanos < 0:
+        given = f"{duration.seconds} s {duration.nanos} ns"
+        raise InvalidArgument(f"{path}.{name}", given, "a Duration: less than a second of ns, of the same sign")
     return duration.seconds + duration.nanos / 1e9
 
 
