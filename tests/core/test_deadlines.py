@@ -39,6 +39,15 @@ def rate_of(prompt_seconds: float = 1.0, token_seconds: float = 1.0, completion:
     return rate
 
 
+def test_a_first_token_takes_as_many_steps_as_its_prompt_has_chunks() -> None:
+    """However many rows a step has."""
+    shop = Shop({}, long_prefill_threshold=8)
+    shop.add(8, 2)
+    shop.drain()
+    rate = shop.scheduler.rate
+    assert rate.seconds_to_first_token(80) == pytest.approx(10 * rate.prompt_seconds)
+
+
 # -- slack -----------------------------------------------------------------------------------------------------------
 
 

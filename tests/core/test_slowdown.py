@@ -73,6 +73,23 @@ def flooded(lag: int = 0, prompt: int = 100, max_tokens: int = 40, guests: int =
     return shop
 
 
+def test_who_runs_goes_on_while_the_next_of_another_finds_no_room() -> None:
+    """Though that tenant is owed: nothing would come of it."""
+    shop = Shop(num_blocks=600, min_run_seconds=1.0, max_model_len=2400, prefix_cache=PrefixScope.OFF)
+    light = shop.add_for("b", 300, 900)
+    shop.step_until(lambda: bool(light.output_token_ids))
+    shop.step_until(lambda: len(light.output_token_ids) > 60)
+    ahead = [shop.add_for("a", 8, 40) for _ in range(200)]
+    for _ in range(30):
+        shop.step()
+    for _ in range(90):
+        shop.add_for("c", 2200, 10)
+    started = [request for request in ahead if request.first_scheduled is not None]
+    assert any(request.request_id in shop.scheduler.running for request in started)
+    shop.step_until(lambda: not any(request.request_id in shop.scheduler.running for request in started), 200)
+    assert all(len(request.output_token_ids) == 40 for request in started)
+
+
 def until_b_ends(shop: Shop) -> list[StepPlan]:
     """The plans that are made meanwhile for `b`."""
     start = len(shop.plans)

@@ -471,6 +471,44 @@ def test_a_draft_model_that_is_far_behind_catches_up_in_parts() -> None:
     assert request.counts.accepted > 0
 
 
+def test_a_draft_model_with_a_single_row_does_not_read_for_nothing() -> None:
+    """It falls behind by a token with every step, and would have no row to draft in."""
+    bench = Bench(FixedDepth(1), max_num_seqs=1, max_num_batched_tokens=2)
+    request = bench.add(1, max_tokens=100)
+    bench.drain()
+    assert sum(work.draft_catch_up > 0 and not work.num_drafts for work in bench.works(request)) <= 1
+
+
+def test_a_draft_model_is_tried_again_however_far_it_is_behind() -> None:
+    """It had a bad time. What has come since was not read along, so that one draft costs more than probes may save."""
+    prices = CostModel.from_functions(lambda rows: 15.0 + 0.01 * rows, lambda sequences: PASS, per_draft_row=0.1)
+    good = False
+    bench = Bench(
+        AdaptiveDepth(prices),
+        lambda *_: good,
+        prices=prices,
+        num_blocks=1000,
+        max_model_len=1500,
+        max_num_batched_tokens=2048,
+    )
+    bench.check = lambda: None  # type: ignore[method-assign]
+
+    def times(plan: StepPlan) -> StepTimes:
+        passes = max([work.num_drafts for work in plan.work])
+        draft = PASS * passes + 0.1 * sum(work.draft_catch_up + work.num_drafts for work in plan.work)
+        return StepTimes(draft=draft, total=15.0 + 0.01 * plan.num_rows + draft)
+
+    bench.runner.times = times  # type: ignore[method-assign]
+    for _ in range(12):
+        bench.add(1000, max_tokens=200)
+        bench.drain()
+    good = True
+    for _ in range(30):
+        last = bench.add(1000, max_tokens=200)
+        bench.drain()
+    assert last.counts.accepted > 100
+
+
 # -- the report --------------------------------------------------------------------------------------------------------
 
 

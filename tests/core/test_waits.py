@@ -72,6 +72,22 @@ def test_a_step_with_prompts_is_as_short_as_decodes_need_it() -> None:
     harness.drain()
 
 
+@pytest.mark.parametrize("context", [4, 100, 200])
+def test_what_decodes_read_of_their_context_leaves_prompts_less(context: int) -> None:
+    prices = CostModel.from_functions(lambda rows: 10.0 + 0.5 * rows, per_context=0.02)
+    harness = harness_of(max_step_seconds=40.0)
+    harness.scheduler.speculation = SpeculationControl(FixedDepth(0), prices)
+    requests = [harness.add(context, 200) for _ in range(3)]
+    harness.step_until(lambda: all(request.output_token_ids for request in requests))
+    prices = harness.scheduler.speculation.costs  # as they are known by now
+    harness.add(300)
+    plan = harness.step()
+    read = sum(request.num_tokens for request in requests)
+    assert prices is not None
+    assert prices.target(plan.num_rows, read, 3) <= 40.0 < prices.target(plan.num_rows + 2, read, 3)
+    harness.drain()
+
+
 def test_prompts_without_room_wait_for_the_next_step() -> None:
     """A row of each would cost as much as a sequence, and be read again with the next."""
     harness = harness_of()

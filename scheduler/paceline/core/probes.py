@@ -42,6 +42,7 @@ class Probes:
         """
         self.seconds = 0.0
         self._max_depth = max_depth
+        self._too_dear = 0.0  # the dearest probe that was refused since the last one
         self._plain_seconds = 0.0  # saved for steps without drafts, not yet spent
         self._plain_at = 0  # the last of those
         self._deeper_at = 0
@@ -63,7 +64,8 @@ class Probes:
         share = PROBE_SHARE * step.seconds
         if any([candidate.lowest < candidate.highest for candidate in step.candidates]):
             self.seconds += share * passed
-        self.seconds = min(self.seconds, PROBE_SAVINGS * share)
+        # Where the draft model is far behind everybody, one probe may cost more than is kept otherwise.
+        self.seconds = min(self.seconds, max(PROBE_SAVINGS * share, self._too_dear))
 
     # -- steps without drafts ------------------------------------------------------------------------------------------
 
@@ -202,7 +204,10 @@ class Probes:
         """Draft one more by this offer if there are rows and savings for it."""
         seconds = step.seconds_of_one_more(index, offer) + slot_seconds
         if seconds > self.seconds:
+            if seconds < math.inf:
+                self._too_dear = max(self._too_dear, seconds)
             return False
+        self._too_dear = 0.0
         self.seconds -= seconds
         step.draft_one_more(index, offer)
         return True

@@ -104,7 +104,8 @@ class Scheduler:
         self.speculation = speculation
         self.kv = KVCacheManager(config.num_blocks, config.block_size)
         self.prefixes = Prefixes(config, self.kv)
-        self.rate = ServiceRate(config.max_num_batched_tokens)
+        longest = config.long_prefill_threshold or config.max_num_batched_tokens
+        self.rate = ServiceRate(min(config.max_num_batched_tokens, longest))
         self.deadlines = Deadlines(self.rate, config.patience)
         self.tenants = Tenants({} if tenants is None else tenants, default_tenant)
         self.running: dict[int, Request] = {}
@@ -434,12 +435,12 @@ class Scheduler:
         pace, limit = min(self._paced.values(), default=math.inf), self.config.max_step_seconds or math.inf
         if costs is None or min(pace, limit) == math.inf:
             return rows
-        decodes = sum(bool(request.output_token_ids) for request in self.running.values())
-        if not decodes:
+        contexts = [request.num_tokens for request in self.running.values() if request.output_token_ids]
+        if not contexts:
             return rows
-        rows = _rows_within(costs, decodes, limit, rows)
+        rows = _rows_within(costs, contexts, limit, rows)
         if pace < limit:
-            rows = max(_rows_within(costs, decodes, pace, rows), _rows_at(PACED_SPEED, costs, decodes, rows))
+            rows = max(_rows_within(costs, contexts, pace, rows), _rows_at(PACED_SPEED, costs, contexts, rows))
         return max(LEAST_ROWS, rows)
 
     def _prompt_rows(self, wanted: int, step: StepBuilder, budget: int) -> int:
@@ -454,9 +455,22 @@ class Scheduler:
                 self.tenants,
                 self.running.values(),
                 self.config,
-                lambda one: self._may_start(one, now) and self._within_blocks(one, one.queue.first()),
+                lambda one: self._may_start(one, now) and self._could_fit(one),
             )
         return crowd
+
+    def _could_fit(self, tenant: Tenant) -> bool:
+        """Its next request finds room, or would if all gave way to it who are ahead of it."""
+        request = tenant.queue.first()
+        if not self._within_blocks(tenant, request):
+            return False
+        known, _ = self.prefixes.find(request)
+        missing = self.config.blocks_for(request.num_tokens) - len(known)
+        if self._has_room(missing + self.kv.num_free_among(known)):
+            return True
+        least = tenant.service + self.config.min_run_seconds
+        ahead = [one for one in self.running.values() if self.tenants[one.tenant].service > least]
+        return self._would_suffice(ahead, missing, known)
 
     def _continue_running(self, step: StepBuilder) -> bool:
         """Give running requests their rows, in the order of admission; those of the crowd come last, and take turns.
@@ -602,11 +616,11 @@ class Scheduler:
         return least * 2.0 ** min(request.num_in_vain, MOST_DOUBLINGS)
 
     def _would_suffice(self, victims: list[Request], missing: int, known: Sequence[int]) -> bool:
-        """All of them together leave a place, and blocks for a request that misses so many besides those known: nobody
-        is preempted in vain.
+        """All of them together leave a place, and blocks for a request that misses so many besides those known, which
+        has no room as it is: nobody is preempted in vain.
         """
         left = len(self.running) - len(victims)
-        if left >= self.config.max_num_seqs:
+        if not victims or left >= self.config.max_num_seqs:
             return False
         going = {request.request_id for request in victims}
         held = {block for one in going for block in self.kv.table(one)}
@@ -692,8 +706,8 @@ class Scheduler:
             gap = request.draft_gap if chosen.method is DRAFT_MODEL else 0
             behind = max(0, gap - self.speculation.first_rows)
             depth = self._grow_for_drafts(share, min(depth, step.budget - behind)) if behind < step.budget else 0
-            if not depth:
-                gap = behind = min(gap, step.budget)
+            if not depth:  # with a single row left it would fall behind as fast as it reads
+                gap = behind = min(gap, step.budget) if step.budget > 1 else 0
             step.budget -= depth + behind
             share.depth, share.catch_up = depth, gap
             if depth or gap:
@@ -889,17 +903,22 @@ class Scheduler:
                     assert end <= request.num_computed_tokens, f"block {block} is open"
 
 
-def _rows_within(costs: CostModel, decodes: int, seconds: float, most: int) -> int:
+def _seconds_with(costs: CostModel, contexts: Sequence[int], rows: int) -> float:
+    """Of a step with so many rows of prompts beside decodes of such contexts."""
+    return costs.target(len(contexts) + rows, sum(contexts), len(contexts))
+
+
+def _rows_within(costs: CostModel, contexts: Sequence[int], seconds: float, most: int) -> int:
     """How many rows of prompts, up to `most`, fit a step of so many seconds beside decodes."""
-    fitting = bisect_right(range(most + 1), seconds, key=lambda rows: costs.target(decodes + rows, 0, decodes))
+    fitting = bisect_right(range(most + 1), seconds, key=lambda rows: _seconds_with(costs, contexts, rows))
     return max(0, fitting - 1)
 
 
-def _rows_at(speed: float, costs: CostModel, decodes: int, most: int) -> int:
+def _rows_at(speed: float, costs: CostModel, contexts: Sequence[int], most: int) -> int:
     """The fewest rows of prompts at which steps read so much of the tokens per second that they read with `most`."""
-    whole = costs.target(decodes + most, 0, decodes)
+    whole = _seconds_with(costs, contexts, most)
 
     def gained(rows: int) -> float:
-        return rows * whole - speed * most * costs.target(decodes + rows, 0, decodes)
+        return rows * whole - speed * most * _seconds_with(costs, contexts, rows)
 
     return bisect_left(range(most), 0.0, key=gained)
