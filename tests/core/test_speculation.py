@@ -424,21 +424,6 @@ def test_a_draft_model_reads_prompts_while_others_copy() -> None:
     assert second.draft_gap <= 2
 
 
-def test_a_step_without_room_for_drafts_says_nothing_of_the_draft_model() -> None:
-    """It goes on with the prompts that fill those steps."""
-    bench = Bench(AdaptiveDepth(costs()), max_num_seqs=4, max_num_batched_tokens=12)
-    first = bench.add(5, max_tokens=400)
-    while first.counts.accepted < 20:
-        bench.step()
-    second = bench.add(60, max_tokens=10)
-    while not second.output_token_ids:
-        bench.step()
-    read = [(work.num_tokens, work.draft_catch_up) for work in bench.works(second) if work.num_tokens > 1]
-    assert len(read) > 2
-    assert all(tokens == catch_up for tokens, catch_up in read)
-    bench.drain()
-
-
 class _EveryOther(DepthPolicy):
     """Drafts by the draft model, and keeps for how long it was idle before."""
 

@@ -64,7 +64,9 @@ class SpeculationControl:
         }
         self.tenants: OrderedDict[str, SpeculationCounts] = OrderedDict()
         self.totals = SpeculationCounts()
-        self.model_drafts = True  # in the last step that offered it a place, and in which nobody copied instead
+        # In the last step in which requests asked for it, and in which nobody copied instead. A full step counts, too:
+        # where prompts leave no rows to draft in, reading them along would be a price without a return.
+        self.model_drafts = True
 
     @property
     def first_rows(self) -> int:
@@ -101,7 +103,7 @@ class SpeculationControl:
             lambda indices: [self._candidate(requests[i], allowed[i], matches[i], load.budget) for i in indices],
             slot_price=slot_price,
         )
-        if load.budget > 0 and any([DRAFT_MODEL in limits for limits in highest]):
+        if any([DRAFT_MODEL in limits for limits in highest]):
             methods = [choice.method for choice in chosen]
             self.model_drafts = DRAFT_MODEL in methods or (NGRAM in methods and self.model_drafts)
         return chosen
