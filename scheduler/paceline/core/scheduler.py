@@ -462,8 +462,6 @@ class Scheduler:
     def _could_fit(self, tenant: Tenant) -> bool:
         """Its next request finds room, or would if all gave way to it who are ahead of it."""
         request = tenant.queue.first()
-        if not self._within_blocks(tenant, request):
-            return False
         known, _ = self.prefixes.find(request)
         missing = self.config.blocks_for(request.num_tokens) - len(known)
         if self._has_room(missing + self.kv.num_free_among(known)):
@@ -552,9 +550,6 @@ class Scheduler:
                 held_up.add(tenant)
                 continue
             missing = self.config.blocks_for(request.num_tokens) - len(known)
-            if not self._within_blocks(tenant, request):
-                held_up.add(tenant)
-                continue
             if not self._has_room(missing + self.kv.num_free_among(known)):
                 victims = self._over_served(tenant, now)
                 if not self._would_suffice(victims, missing, known):
@@ -568,19 +563,17 @@ class Scheduler:
             self._admit(request, known, num_drafted, step, now)
 
     def _may_start(self, tenant: Tenant, now: float) -> bool:
-        """Its own limits leave room for one more."""
-        most = tenant.policy.max_running
-        return (most is None or tenant.num_running < most) and tenant.seconds_until_tokens(now) == 0.0
-
-    def _within_blocks(self, tenant: Tenant, request: Request) -> bool:
-        """Its blocks suffice for the request beside those that run, as long as they may all become. Alone it may run
+        """Its own limits leave room for its next request; its blocks, as long as all may become. Alone a request may run
         in any case: the policy may have been another one when it came.
         """
-        most = tenant.policy.max_blocks
-        if most is None:
-            return True
-        others = [one for one in self.running.values() if one.tenant == tenant.name]
-        return not others or sum(self.config.blocks_for(one.max_total_tokens) for one in [request, *others]) <= most
+        policy = tenant.policy
+        if policy.max_running is not None and tenant.num_running >= policy.max_running:
+            return False
+        if policy.max_blocks is not None and tenant.num_running:
+            own = self.config.blocks_for(tenant.queue.first().max_total_tokens)
+            if tenant.num_blocks + own > policy.max_blocks:
+                return False
+        return tenant.seconds_until_tokens(now) == 0.0
 
     def _has_room(self, blocks: int) -> bool:
         """A place in the batch and so many free blocks, beside those that are kept back while others run."""
@@ -635,7 +628,7 @@ class Scheduler:
             self.prefixes.share(request, known, num_drafted)
         blocks = self.kv.grow(request.request_id, request.num_tokens)
         assert blocks is not None
-        self.tenants.started(request)
+        self.tenants.started(request, self.config.blocks_for(request.max_total_tokens))
         self.running[request.request_id] = request
         request.status = RUNNING
         request.admitted_at, request.awaits_token = now, True
@@ -843,7 +836,7 @@ class Scheduler:
         """Take a request out of the batch."""
         del self.running[request.request_id]
         self._paced.pop(request.request_id, None)
-        self.tenants.stopped(request)
+        self.tenants.stopped(request, self.config.blocks_for(request.max_total_tokens))
         self._released.append(request.request_id)
         read = request.num_computed_tokens + sum(work.num_tokens for work in request.pending)
         request.num_unread = max(0, min(request.num_unread, len(request.prompt_token_ids) - read))
@@ -873,6 +866,9 @@ class Scheduler:
         running = Counter(request.tenant for request in self.running.values())
         for tenant in self.tenants:
             assert tenant.num_running == running[tenant.name], f"tenant {tenant.name!r}"
+            own = [request for request in self.running.values() if request.tenant == tenant.name]
+            blocks = sum(config.blocks_for(request.max_total_tokens) for request in own)
+            assert tenant.num_blocks == blocks, f"tenant {tenant.name!r}"
         planned = Counter(request.request_id for step in self._outstanding for request in step.requests)
         for request in self.requests.values():
             assert len(request.pending) == planned[request.request_id] <= MAX_OUTSTANDING

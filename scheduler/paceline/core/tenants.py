@@ -34,6 +34,7 @@ class Tenant:
         service: seconds charged over weight, lifted where it would be credit.
         charged_seconds: seconds charged.
         num_running: its requests in the batch.
+        num_blocks: that they may all come to hold.
         queue: its waiting requests.
         coming: places in the queue that are kept, the newest last.
         num_queued: completions that wait, and those that places are kept for.
@@ -46,6 +47,7 @@ class Tenant:
         "charged_seconds",
         "coming",
         "name",
+        "num_blocks",
         "num_coming",
         "num_running",
         "policy",
@@ -60,6 +62,7 @@ class Tenant:
         self.service = 0.0
         self.charged_seconds = 0.0
         self.num_running = 0
+        self.num_blocks = 0
         self.queue = RequestQueue()
         self.coming: dict[Places, None] = {}
         self.num_coming = 0
@@ -229,16 +232,19 @@ class Tenants:
         if not tenant.coming:
             del self._coming[places.tenant]
 
-    def started(self, request: Request) -> None:
-        """A request leaves its queue and runs."""
+    def started(self, request: Request, blocks: int) -> None:
+        """A request leaves its queue and runs, and may come to hold so many blocks."""
         self.remove(request)
         tenant = self._tenants[request.tenant]
         tenant.num_running += 1
+        tenant.num_blocks += blocks
         self._level = max(self._level, tenant.service)
 
-    def stopped(self, request: Request) -> None:
-        """A request runs no more."""
-        self._tenants[request.tenant].num_running -= 1
+    def stopped(self, request: Request, blocks: int) -> None:
+        """A request runs no more, of which `started` was told the same."""
+        tenant = self._tenants[request.tenant]
+        tenant.num_running -= 1
+        tenant.num_blocks -= blocks
 
     def next(self, may_start: Callable[[Tenant], bool]) -> Tenant | None:
         """The waiting tenant with the lowest counter of those that may start a request; of equals the first."""
