@@ -563,7 +563,7 @@ class Scheduler:
             self._admit(request, known, num_drafted, step, now)
 
     def _may_start(self, tenant: Tenant, now: float) -> bool:
-        """Its own limits leave room for its next request; its blocks, as long as all may become. Alone a request may run
+        """Its own limits leave room for its next request: of blocks, as long as all may become. A request may run alone
         in any case: the policy may have been another one when it came.
         """
         policy = tenant.policy
