@@ -405,7 +405,7 @@ def test_a_late_result_of_a_tenant_that_is_gone_is_dropped() -> None:
     shop.plan()
     shop.abort(request)
     shop.scheduler.tenants.set_policies({}, None, shop.now)
-    shop.scheduler.tenants._forget_idle()
+    shop.scheduler.tenants._forget_idle(shop.now)
     shop.land()
     assert "a" not in shop.scheduler.tenants
 
@@ -552,6 +552,18 @@ def test_idle_tenants_are_forgotten() -> None:
     for index in range(3 * MOST_IDLE):
         tenants.get(f"tenant {index}", 0.0)
     assert len(tenants) <= MOST_IDLE
+
+
+def test_who_owes_is_remembered() -> None:
+    """Tokens or service, though all tenants have a rate: of those who owe, the half that owes least goes first."""
+    tenants = Tenants({}, TenantPolicy(tokens_per_second=10.0))
+    tenants.get("tokens", 0.0).spend(100_000)
+    tenants.get("service", 0.0).charge(1e6)
+    for index in range(3 * MOST_IDLE):
+        tenants.get(f"tenant {index}", 0.0).spend(index % 2)
+    assert len(tenants) <= MOST_IDLE
+    assert tenants["tokens"].seconds_until_tokens(0.0) == 9999.0
+    assert tenants["service"].service == 1e6
 
 
 def test_other_policies_take_effect_and_accounts_stay() -> None:

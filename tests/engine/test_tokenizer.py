@@ -146,6 +146,15 @@ def test_a_template_that_fails() -> None:
         TransformersTokenizer(made).apply_chat_template([ChatMessage("user", "x")])
 
 
+def test_what_a_template_complains_about_is_cut() -> None:
+    """It may hold all of a message, and a status has to fit a header."""
+    made = byte_level()
+    made.chat_template = "{{ raise_exception('no: ' + messages[0]['content']) }}"
+    with pytest.raises(InvalidArgument, match="no: xxx") as caught:
+        TransformersTokenizer(made).apply_chat_template([ChatMessage("user", "x" * 20_000)])
+    assert len(str(caught.value)) < 400
+
+
 def test_a_model_without_a_template() -> None:
     made = byte_level()
     made.chat_template = None

@@ -321,6 +321,15 @@ async def test_draining_goes_on_when_nobody_waits_for_it(serving: Serving) -> No
     assert await health(serving) == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+async def test_a_grace_ends_although_nobody_waits_for_it(serving: Serving) -> None:
+    call = await begun(serving, of("a"), tokens=True)
+    draining = stub_of(serving).Drain(pb.DrainRequest(grace=Duration(nanos=300_000_000)))
+    await serving.until(lambda: serving.engine.draining)
+    draining.cancel()
+    assert (await stream_failure(call)).code() is UNAVAILABLE
+    assert serving.idle
+
+
 async def test_drain_while_the_engine_dies(serving: Serving) -> None:
     call = await begun(serving, of("a"), tokens=True)
     draining = asyncio.ensure_future(stub_of(serving).Drain(pb.DrainRequest()))

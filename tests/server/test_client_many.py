@@ -16,6 +16,7 @@ from fake_server import CANNED, SEVERAL
 from paceline import errors
 from paceline.client import AsyncClient, Completion, Generation, ManyGenerations, RpcError
 from paceline.server import ServerSettings
+from paceline.server import many as server_many
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
 from support.serving import PATIENCE, Serving
@@ -330,6 +331,19 @@ async def test_against_the_server_itself(free: Serving) -> None:
             await (await many.start("")).collect()
     assert [made.token_ids for made in together] == [made.token_ids for made in apart]
     await free.until(lambda: free.idle)
+
+
+async def test_a_message_that_is_far_too_large_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take a quarter of a second for every 4 MiB, in which nobody gets a token. Its key alone is read."""
+    monkeypatch.setattr(server_many.ManyGenerations, "_act", lambda *_: pytest.fail("it was parsed"))
+    async with serving_context(settings=ServerSettings(max_message_size=1000)) as served:
+        async with AsyncClient(served.address) as client, client.many() as many:
+            for size in (1020, 3500):
+                said = rf"has {size // 1000}\d\d\d bytes, .* at most 1000"
+                with pytest.raises(errors.ResourceExhausted, match=said) as caught:
+                    await (await many.start("x" * size)).collect()
+                assert caught.value.reason == errors.Reason.RESOURCE_EXHAUSTED
+        await served.until(lambda: served.idle)
 
 
 async def test_a_request_that_is_too_large_is_one_generations() -> None:

@@ -122,6 +122,13 @@ class Tenant:
         self._fill(now)
         return -self._bucket / rate if self._bucket < -EMPTY else 0.0
 
+    def owes(self, level: float, now: float) -> float:
+        """Seconds: of service over weight above a level, and until the bucket is full."""
+        self._fill(now)
+        rate = self.policy.tokens_per_second
+        missing = 0.0 if rate is None else (self.policy.burst - self._bucket) / rate
+        return max(0.0, self.service - level) + missing
+
     def _fill(self, now: float) -> None:
         """The bucket, with what has come since it was last filled; without a rate it stays infinite."""
         if now > self._filled_at:
@@ -165,7 +172,7 @@ class Tenants:
         tenant = self._tenants.get(name)
         if tenant is None:
             if len(self._tenants) >= MOST_IDLE:
-                self._forget_idle()
+                self._forget_idle(now)
             tenant = self._tenants[name] = Tenant(name, self.policy(name), now)
         return tenant
 
@@ -302,14 +309,18 @@ class Tenants:
                 tenant.service = max(tenant.service, self._least_service(tenant))
             tenant.grant(policy, now)
 
-    def _forget_idle(self) -> None:
-        """Drop accounts without requests. Whose counter is above the level keeps it, lest it be forgiven, if there is
-        room for that.
+    def _forget_idle(self, now: float) -> None:
+        """Drop accounts without requests: those that owe nothing or, if all do, the half that owes least, lest more be
+        forgiven than must be.
         """
-        idle = [tenant for tenant in self._tenants.values() if not (tenant.is_live or tenant.coming)]
-        paid = [tenant for tenant in idle if tenant.service <= self._level and tenant.policy.tokens_per_second is None]
-        for tenant in paid or idle:
-            del self._tenants[tenant.name]
+        owed = {
+            tenant.name: tenant.owes(self._level, now)
+            for tenant in self._tenants.values()
+            if not (tenant.is_live or tenant.coming)
+        }
+        paid = [name for name, seconds in owed.items() if not seconds]
+        for name in paid or sorted(owed, key=owed.__getitem__)[: (len(owed) + 1) // 2]:
+            del self._tenants[name]
 
     def check_invariants(self) -> None:
         assert self.num_waiting == sum(len(tenant.queue) for tenant in self._tenants.values())

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # Text longer than this, in characters, is tokenised in another thread: about a millisecond's worth.
 LONG_TEXT = 4096
 LONG_IDS = 256  # as much, in tokens to be made text
+LONG_PROMPT = 8192  # as much, in ids of a prompt to be looked at
 LONG_STOPS = 512  # as much, in characters of stop strings
 MESSAGE_CHARS = 64  # a message of a conversation takes as long as so many characters, besides those that it has
 IDLE_SECONDS = 1.0  # without work, before the invariants are checked
@@ -355,6 +356,7 @@ def _takes_long(request: GenerationRequest) -> bool:
         or bool(request.sampling.bad_words)
         or sum(map(len, request.stop.strings)) > LONG_STOPS
         or _text_length(request.prompt) > LONG_TEXT
+        or len(request.prompt) > LONG_PROMPT
     )
 
 
@@ -362,6 +364,8 @@ def _text_length(prompt: Prompt) -> int:
     """Characters to tokenise, and what as many messages take to be rendered."""
     if isinstance(prompt, str):
         return len(prompt)
+    if not prompt or not isinstance(prompt[0], ChatMessage):  # ids, which may be many
+        return 0
     return sum(MESSAGE_CHARS + len(item.content) for item in prompt if isinstance(item, ChatMessage))
 
 

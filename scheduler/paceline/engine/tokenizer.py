@@ -13,6 +13,8 @@ from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_REASON_CHARS = 200  # of what a chat template complains about: a status has to fit a header
+
 logger = logging.getLogger(__name__)
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -111,11 +113,13 @@ class TransformersTokenizer:
         try:
             text: Any = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
-            allowed = f"messages that the model's chat template takes ({error})"
+            allowed = f"messages that the model's chat template takes ({str(error)[:MAX_REASON_CHARS]})"
             raise InvalidArgument("chat.messages", [message.role for message in messages], allowed) from error
         except Exception as error:  # a template is a program
             logger.warning("the chat template fails", exc_info=True)
-            raise FailedPrecondition(f"chat: the model's chat template fails: {error}") from error
+            raise FailedPrecondition(
+                f"chat: the model's chat template fails: {str(error)[:MAX_REASON_CHARS]}"
+            ) from error
         # The template has written every special token already.
         return self._encode(text, add_special_tokens=False)
 

@@ -20,7 +20,7 @@ from paceline.garbage import collect_rarely
 from paceline.server.admin_service import ADMIN_SERVICE, AdminService
 from paceline.server.auth import KeyGate
 from paceline.server.calls import Calls, Gate, OpenGate
-from paceline.server.generation import SERVICE_NAME, GenerationService
+from paceline.server.generation import GENERATE_MANY, SERVICE_NAME, GenerationService
 from paceline.server.health import Health
 from paceline.server.live import LiveGenerations
 from paceline.server.logs import log_access
@@ -91,12 +91,13 @@ class GrpcServer:
         settings = settings or ServerSettings()
         self._engine: AsyncEngine | None = None
         self.live = LiveGenerations()
+        self._drains: set[asyncio.Task[tuple[int, int]]] = set()
         self.metrics_port: int | None = None
         self._service = GenerationService(self.live, bounds, settings.max_message_size)
         self._models = ModelService()
         self._admin = AdminService(self.live, self.drain)
         self._health = Health(SERVICES)
-        self.calls = Calls(gate or OpenGate(), settings.max_message_size, [log_access])
+        self.calls = Calls(gate or OpenGate(), settings.max_message_size, [log_access], outliving={GENERATE_MANY})
         self._metrics = Metrics()
         self._endpoint = MetricsEndpoint(self._metrics.render)
         self._metrics_address = (settings.metrics_host, settings.metrics_port)
@@ -159,7 +160,11 @@ class GrpcServer:
         assert self._engine is not None, "nothing is served yet"
         self._health.set_serving(False)
         self._service.close()
-        return await self._engine.drain(grace)
+        # Whoever waits for it may leave: those that live have their grace all the same, and no more.
+        draining = asyncio.create_task(self._engine.drain(grace))
+        self._drains.add(draining)
+        draining.add_done_callback(self._drains.discard)
+        return await asyncio.shield(draining)
 
     async def stop(self, grace: float) -> None:
         """Turn unhealthy, let live requests end for `grace` seconds, then end everything, the engine too."""

@@ -168,8 +168,23 @@ def loaded(engine: AsyncEngine | None) -> AsyncEngine:
 def check_size(num_bytes: int, most: int) -> None:
     """Raises ResourceExhausted: a request of so many bytes is larger than it may be."""
     if num_bytes > most:
-        text = f"the request has {num_bytes} bytes, and this server takes at most {most} (--max-message-size)"
-        raise ResourceExhausted(text)
+        raise _too_large(num_bytes, most)
+
+
+def _too_large(num_bytes: int, most: int) -> ResourceExhausted:
+    text = f"the request has {num_bytes} bytes, and this server takes at most {most} (--max-message-size)"
+    return ResourceExhausted(text)
+
+
+ENVELOPE: Final = 16  # bytes that a message of a stream has besides the request in it
+
+
+@dataclass(frozen=True, slots=True)
+class Oversized:
+    """A message of a stream that nobody has parsed: it is larger than it may be, as `error` says."""
+
+    data: bytes
+    error: ResourceExhausted
 
 
 class Calls(grpc.aio.ServerInterceptor):
@@ -182,14 +197,23 @@ class Calls(grpc.aio.ServerInterceptor):
 
     Args:
         gate: decides before anything of the request is looked at.
-        max_message_bytes: of a request. A stream of requests outlives one that is too large: its handler judges them.
+        max_message_bytes: of a request.
         observers: see `Observer`; they must not raise.
+        outliving: methods whose stream of requests outlives one that is too large: they get it as `Oversized`, and the
+            others to within an envelope.
     """
 
-    def __init__(self, gate: Gate, max_message_bytes: int, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        max_message_bytes: int,
+        observers: Sequence[Observer] = (),
+        outliving: Collection[str] = (),
+    ) -> None:
         self.gate = gate
         self.observers = list(observers)
         self._max_message_bytes = max_message_bytes
+        self._outliving = outliving
         self._wrapped: dict[str, Handler] = {}
         self._for_strangers: dict[str, Handler] = {}
 
@@ -215,13 +239,14 @@ class Calls(grpc.aio.ServerInterceptor):
         )
         behaviour = getattr(handler, kind)
         # Not the library's to call: it would parse what nobody has been admitted for, and tell the client its errors.
-        parse = _parser(handler.request_deserializer)
+        parse = parser(handler.request_deserializer)
+        read_all = self._read_lasting if method in self._outliving else self._read_each
 
         async def respond(request: Any, context: Context) -> Any:
             with self._call(method, context) as call:
                 try:
                     call.caller = call.admit()
-                    asked = _each(parse, context) if handler.request_streaming else self._read(parse, request)
+                    asked = read_all(parse, context) if handler.request_streaming else self._read(parse, request)
                     answer = behaviour(asked, context)
                     if not hasattr(answer, "__aiter__"):
                         return await answer
@@ -254,6 +279,18 @@ class Calls(grpc.aio.ServerInterceptor):
     def _read(self, parse: Callable[[bytes], Any], data: bytes) -> Any:
         check_size(len(data), self._max_message_bytes)
         return parse(data)
+
+    # Not from the iterator that the library made: one that was left half read ended the process now and then, when it
+    # was closed behind its call (grpcio 1.85).
+
+    async def _read_each(self, parse: Callable[[bytes], Any], context: Context) -> AsyncIterator[Any]:
+        while (data := await context.read()) is not grpc.aio.EOF:
+            yield self._read(parse, data)
+
+    async def _read_lasting(self, parse: Callable[[bytes], Any], context: Context) -> AsyncIterator[Any]:
+        while (data := await context.read()) is not grpc.aio.EOF:
+            fits = len(data) <= self._max_message_bytes + ENVELOPE
+            yield parse(data) if fits else Oversized(data, _too_large(len(data), self._max_message_bytes))
 
     @contextmanager
     def _call(self, method: str, context: Context) -> Iterator[Call]:
@@ -311,7 +348,7 @@ def _status_code(code: Any) -> grpc.StatusCode:
     return next((known for known in grpc.StatusCode if known.value[0] == code), grpc.StatusCode.UNKNOWN)
 
 
-def _parser(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+def parser(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
     """The same, raising InvalidArgument for bytes that are no such message."""
 
     def read(data: bytes) -> Any:
@@ -325,10 +362,3 @@ def _parser(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
             raise InvalidArgument("request", f"{len(data)} bytes", allowed, reason=Reason.MALFORMED_REQUEST) from None
 
     return read
-
-
-async def _each(parse: Callable[[bytes], Any], context: Context) -> AsyncIterator[Any]:
-    # Not from the iterator that the library made: one that was left half read ended the process now and then, when it
-    # was closed behind its call (grpcio 1.85).
-    while (data := await context.read()) is not grpc.aio.EOF:
-        yield parse(data)

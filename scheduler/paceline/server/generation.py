@@ -12,7 +12,7 @@ import grpc
 
 from paceline.engine import AsyncEngine
 from paceline.errors import Reason, Unavailable
-from paceline.server.calls import check_size, current_call, loaded
+from paceline.server.calls import Oversized, check_size, current_call, loaded
 from paceline.server.convert import check_model, read_hold, read_request, read_request_id
 from paceline.server.delivery import Delivery
 from paceline.server.live import LiveGenerations
@@ -23,6 +23,7 @@ from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+GENERATE_MANY: Final = f"/{SERVICE_NAME}/GenerateMany"
 
 Context: TypeAlias = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 ManyContext: TypeAlias = grpc.aio.ServicerContext[pb.GenerateManyRequest, pb.GenerateManyResponse]
@@ -101,7 +102,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 await context.write(response)
                 watch.end()
 
-    async def GenerateMany(self, requests: AsyncIterator[pb.GenerateManyRequest], context: ManyContext) -> None:
+    async def GenerateMany(
+        self, requests: AsyncIterator[pb.GenerateManyRequest | Oversized], context: ManyContext
+    ) -> None:
         """Many prompts, one stream of messages."""
         self._count(context)
         if self._closing:

@@ -10,9 +10,10 @@ from contextlib import AbstractAsyncContextManager
 from typing import Final, TypeAlias
 
 import grpc
+from google.protobuf.wrappers_pb2 import UInt32Value
 
 from paceline.errors import Cancelled, InvalidArgument, PacelineError, Reason, ResourceExhausted, Unavailable
-from paceline.server.calls import current_call, internal_error
+from paceline.server.calls import Oversized, current_call, internal_error, parser
 from paceline.server.delivery import Delivery
 from paceline.server.keyed import Batch, Keyed, Ready
 from paceline.server.live import code_of
@@ -24,6 +25,9 @@ from paceline.v1 import generation_pb2 as pb
 Deliver: TypeAlias = Callable[[pb.GenerateRequest, str], AbstractAsyncContextManager[Delivery]]
 
 MAX_LIVE: Final = 4096  # generations on one RPC
+
+# Reads the key of a GenerateManyRequest, and passes over what it may ask for: the first field of both.
+_key_reader: Final = parser(UInt32Value.FromString)
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +66,7 @@ class ManyGenerations:
         self._closing = True
         self._wake.set()
 
-    async def serve(self, requests: AsyncIterator[pb.GenerateManyRequest]) -> None:
+    async def serve(self, requests: AsyncIterator[pb.GenerateManyRequest | Oversized]) -> None:
         """Until the client has sent its last request and every generation has ended. Leaving early ends them all.
 
         Raises:
@@ -87,29 +91,38 @@ class ManyGenerations:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def _read(self, requests: AsyncIterator[pb.GenerateManyRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[pb.GenerateManyRequest | Oversized]) -> None:
         async for request in requests:
-            match request.WhichOneof("action"):
-                case "start":
-                    self._start(request.key, request.start)
-                case "cancel":
-                    self._cancel(request.key)
-                case _:
-                    raise InvalidArgument("action", None, "start or cancel")
+            if isinstance(request, Oversized):
+                self._refuse(_key_reader(request.data).value, request.error)
+            else:
+                self._act(request)
             while len(self._ready) > MAX_LIVE:  # more refusals than it reads
                 self._has_room.clear()
                 await self._has_room.wait()
 
-    def _start(self, key: int, request: pb.GenerateRequest) -> None:
+    def _act(self, request: pb.GenerateManyRequest) -> None:
+        match request.WhichOneof("action"):
+            case "start":
+                self._start(request.key, request.start)
+            case "cancel":
+                self._cancel(request.key)
+            case _:
+                raise InvalidArgument("action", None, "start or cancel")
+
+    def _refuse(self, key: int, error: PacelineError) -> None:
+        """It does not come to life, but its client is told why."""
         if key in self._live:
             raise InvalidArgument("key", key, "no key of a generation that is live on this stream")
-        keyed = Keyed(key, self._ready)
-        name = f"{self._name}/{next(self._numbers)}"
-        if len(self._live) >= MAX_LIVE:
+        self._fail(Keyed(key, self._ready), error)
+
+    def _start(self, key: int, request: pb.GenerateRequest) -> None:
+        if key in self._live or len(self._live) >= MAX_LIVE:
             text = f"{MAX_LIVE} generations are live on this stream, and no more may be"
-            self._fail(keyed, ResourceExhausted(text, retry_after=1.0))
+            self._refuse(key, ResourceExhausted(text, retry_after=1.0))
             return
-        self._live[key] = keyed
+        name = f"{self._name}/{next(self._numbers)}"
+        keyed = self._live[key] = Keyed(key, self._ready)
         keyed.task = asyncio.create_task(self._generate(keyed, request, name))
         self._tasks.add(keyed.task)
         keyed.task.add_done_callback(self._tasks.discard)
