@@ -66,6 +66,25 @@ def spread(*shape: int) -> Tensor:
     return rows
 
 
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("kind", "dtype"), FORMATS)
+def test_a_weight_that_is_not_finite_shows(kind: Kind, dtype: torch.dtype, stored: torch.dtype, value: float) -> None:
+    """In its own output, and in no other."""
+    weight = torch.randn(40, 70).to(stored)
+    weight[3, 5] = value
+    found = linear(torch.ones(2, 70, dtype=dtype), packed(kind, weight, None, []))
+    assert not found[:, 3].isfinite().any()
+    assert found[:, [i for i in range(40) if i != 3]].isfinite().all()
+
+
+def test_weights_that_are_all_tiny_have_their_levels() -> None:
+    weight = torch.tensor([[1e-38, -1e-38, 1e-40, 0.0]])
+    found = linear(torch.full((1, 4), 1e30), packed(Kind.INT8, weight, None, []))
+    assert found.isfinite().all()
+    assert found.abs().item() < 1e-8
+
+
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(
     format_=st.sampled_from(FORMATS),

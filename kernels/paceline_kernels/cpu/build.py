@@ -194,9 +194,9 @@ def _words(march: str) -> str:
 
 def _compile(command: list[str], library: Path) -> None:
     """Into a file of its own first, so that processes that compile at once do not disturb each other. It is on the disk
-    before it has its name: a machine that stops at once leaves no library in part.
+    before it has its name: a machine that stops at once leaves no library in part, but a file that goes one day.
     """
-    handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    handle, name = tempfile.mkstemp(prefix=f"{library.stem}-", suffix=".so", dir=library.parent)
     os.close(handle)
     partial = Path(name)
     command = [*command, "-o", name]

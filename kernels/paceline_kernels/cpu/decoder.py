@@ -177,11 +177,10 @@ class Matrix:
 
     def fill(self, rows: Tensor, first: int = 0, part: int = 0) -> None:
         """Pack rows [n, inputs] as outputs `first` to `first + n`; part 1 is the second of two interleaved."""
-        if self.kind is Kind.FLOAT32 or rows.dtype not in (torch.float32, torch.bfloat16):
-            rows = rows.float()
-        if self.kind is Kind.BFLOAT16:
-            rows = rows.bfloat16()
-        rows = rows.contiguous()
+        own = {Kind.FLOAT32: torch.float32, Kind.BFLOAT16: torch.bfloat16}.get(self.kind)
+        if own is None:  # 8 bits are made of either
+            own = torch.bfloat16 if rows.dtype == torch.bfloat16 else torch.float32
+        rows = rows.to(own).contiguous()
         tile_bytes = self._data.numel() // (-(-self.outputs // TILE))
         scales = None if self._scales is None else self._scales[part * TILE :].data_ptr()
         _library().paceline_pack(

@@ -301,7 +301,7 @@ public:
             size_ = elements;
             layout_ = layout;
             data_ = scratch_.get<T>(elements);
-            std::memset((void*)data_, 0, elements * sizeof(T));
+            if (elements) std::memset((void*)data_, 0, elements * sizeof(T));
         }
         return data_;
     }

@@ -40,7 +40,8 @@ void pack(T* packed, const WeightRows<T>& rows) {
     });
 }
 
-// Each row rounded to 255 levels about zero, of which the largest is its own largest magnitude.
+// Each row rounded to 255 levels about zero, of which the largest is its own largest magnitude. What is not finite has no
+// level: the scale of its row says so.
 template <class T>
 void pack8(uint8_t* packed, float* scales, const WeightRows<T>& rows) {
     const int64_t padded = Packed8::padded(rows.inputs);
@@ -49,14 +50,20 @@ void pack8(uint8_t* packed, float* scales, const WeightRows<T>& rows) {
         float inverse[TILE];
         for (int64_t j = 0; j < count; ++j) {
             const T* const from = rows.data + (i + j) * rows.inputs;
-            float largest = 0;
-            for (int64_t k = 0; k < rows.inputs; ++k) largest = std::max(largest, std::fabs(to_float(from[k])));
-            scales[tile * TILE + lane + j] = largest / 127;
-            inverse[j] = largest > 0 ? 127 / largest : 0;
+            float largest = 0, poison = 0;
+            for (int64_t k = 0; k < rows.inputs; ++k) {
+                const float x = to_float(from[k]);
+                largest = std::max(largest, std::fabs(x));
+                poison += x * 0;
+            }
+            const bool finite = poison == 0;
+            scales[tile * TILE + lane + j] = finite ? largest / 127 : NAN;
+            inverse[j] = finite && largest > 0 ? std::min(127 / largest, std::numeric_limits<float>::max()) : 0;
         }
         for (int64_t k = 0; k < padded; ++k) {
             for (int64_t j = 0; j < count; ++j) {
-                const float x = k < rows.inputs ? to_float(rows.data[(i + j) * rows.inputs + k]) * inverse[j] : 0;
+                const bool any = k < rows.inputs && inverse[j] > 0;
+                const float x = any ? to_float(rows.data[(i + j) * rows.inputs + k]) * inverse[j] : 0;
                 to[(k / 4 * TILE + lane + j) * 4 + k % 4] = (uint8_t)((int)std::nearbyint(x) + OFFSET);
             }
         }

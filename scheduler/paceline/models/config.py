@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -153,7 +154,7 @@ class _Section:
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = default if self.get(key) is None else self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             self.refuse(key, "a positive number")
         return float(value)
 
@@ -173,7 +174,7 @@ class _Section:
 
 def _architecture(config: _Section) -> str:
     names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(FAMILIES):
         config.refuse("architectures", f"one of {', '.join(FAMILIES)}")
     return str(names[0])
 
@@ -185,7 +186,8 @@ def _refuse_unsupported(config: _Section) -> None:
         config.refuse("hidden_act", "'silu'")
     if config.flag("use_sliding_window", False):
         config.refuse("use_sliding_window", "false: sliding windows are not supported")
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
+    layers = config.get("layer_types") or []
+    if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
         config.refuse("layer_types", "'full_attention' only: sliding windows are not supported")
 
 
@@ -194,7 +196,7 @@ def _dtype(config: _Section) -> torch.dtype | None:
     name = config.get(key)
     if name is None:
         return None
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         config.refuse(key, f"one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
