@@ -464,11 +464,7 @@ class Scheduler:
         request = tenant.queue.first()
         known, _ = self.prefixes.find(request)
         missing = self.config.blocks_for(request.num_tokens) - len(known)
-        if self._has_room(missing + self.kv.num_free_among(known)):
-            return True
-        least = tenant.service + self.config.min_run_seconds
-        ahead = [one for one in self.running.values() if self.tenants[one.tenant].service > least]
-        return self._would_suffice(ahead, missing, known)
+        return self._fits(missing, known) or self._would_suffice(self._far_ahead(tenant), missing, known)
 
     def _continue_running(self, step: StepBuilder) -> bool:
         """Give running requests their rows, in the order of admission; those of the crowd come last, and take turns.
@@ -550,7 +546,7 @@ class Scheduler:
                 held_up.add(tenant)
                 continue
             missing = self.config.blocks_for(request.num_tokens) - len(known)
-            if not self._has_room(missing + self.kv.num_free_among(known)):
+            if not self._fits(missing, known):
                 victims = self._over_served(tenant, now)
                 if not self._would_suffice(victims, missing, known):
                     return
@@ -558,7 +554,7 @@ class Scheduler:
                     self._preempt(victim)
                     step.drop(victim)
                     held_up.add(self.tenants[victim.tenant])
-                    if self._has_room(missing + self.kv.num_free_among(known)):
+                    if self._fits(missing, known):
                         break
             self._admit(request, known, num_drafted, step, now)
 
@@ -575,8 +571,11 @@ class Scheduler:
                 return False
         return tenant.seconds_until_tokens(now) == 0.0
 
-    def _has_room(self, blocks: int) -> bool:
-        """A place in the batch and so many free blocks, beside those that are kept back while others run."""
+    def _fits(self, missing: int, known: Sequence[int]) -> bool:
+        """A place in the batch, and blocks for a request that misses so many besides those known, beside those that are
+        kept back while others run.
+        """
+        blocks = missing + self.kv.num_free_among(known)
         kept = int(self.config.watermark * self.config.num_blocks) if self.running else 0
         return len(self.running) < self.config.max_num_seqs and blocks <= self._spare_blocks - kept
 
@@ -589,16 +588,13 @@ class Scheduler:
         """Who may have to give way to a tenant that is below its share, in this order: requests of tenants that are far
         ahead of it, the farthest and the newest first, if they have run for a while.
         """
+        ran = [one for one in self._far_ahead(tenant) if now - one.admitted_at >= self._least_run(one)]
+        return sorted(ran, key=lambda one: -self.tenants[one.tenant].service)
+
+    def _far_ahead(self, tenant: Tenant) -> list[Request]:
+        """Running requests of tenants that are ahead of it by more than `min_run_seconds`, the newest first."""
         least = tenant.service + self.config.min_run_seconds
-        ahead = {other.name: other.service for other in self.tenants if other.num_running and other.service > least}
-        if not ahead:
-            return []
-        ran = [
-            request
-            for request in reversed(self.running.values())
-            if request.tenant in ahead and now - request.admitted_at >= self._least_run(request)
-        ]
-        return sorted(ran, key=lambda request: -ahead[request.tenant])
+        return [one for one in reversed(self.running.values()) if self.tenants[one.tenant].service > least]
 
     def _least_run(self, request: Request) -> float:
         """Seconds that it runs before it gives way to another tenant. As most of them shall bring tokens, it is a

@@ -35,6 +35,7 @@ Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 # Seconds. The client's clock runs out before ours, by the time that its request took to come.
 DEADLINE_SLACK: Final = 0.25
+ENVELOPE: Final = 16  # bytes that a message of a stream has besides the request in it
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +177,6 @@ def _too_large(num_bytes: int, most: int) -> ResourceExhausted:
     return ResourceExhausted(text)
 
 
-ENVELOPE: Final = 16  # bytes that a message of a stream has besides the request in it
-
-
 @dataclass(frozen=True, slots=True)
 class Oversized:
     """A message of a stream that nobody has parsed: it is larger than it may be, as `error` says."""
@@ -240,13 +238,13 @@ class Calls(grpc.aio.ServerInterceptor):
         behaviour = getattr(handler, kind)
         # Not the library's to call: it would parse what nobody has been admitted for, and tell the client its errors.
         parse = parser(handler.request_deserializer)
-        read_all = self._read_lasting if method in self._outliving else self._read_each
+        read = partial(self._read_unless_oversized if method in self._outliving else self._read, parse)
 
         async def respond(request: Any, context: Context) -> Any:
             with self._call(method, context) as call:
                 try:
                     call.caller = call.admit()
-                    asked = read_all(parse, context) if handler.request_streaming else self._read(parse, request)
+                    asked = _each(read, context) if handler.request_streaming else read(request)
                     answer = behaviour(asked, context)
                     if not hasattr(answer, "__aiter__"):
                         return await answer
@@ -280,17 +278,9 @@ class Calls(grpc.aio.ServerInterceptor):
         check_size(len(data), self._max_message_bytes)
         return parse(data)
 
-    # Not from the iterator that the library made: one that was left half read ended the process now and then, when it
-    # was closed behind its call (grpcio 1.85).
-
-    async def _read_each(self, parse: Callable[[bytes], Any], context: Context) -> AsyncIterator[Any]:
-        while (data := await context.read()) is not grpc.aio.EOF:
-            yield self._read(parse, data)
-
-    async def _read_lasting(self, parse: Callable[[bytes], Any], context: Context) -> AsyncIterator[Any]:
-        while (data := await context.read()) is not grpc.aio.EOF:
-            fits = len(data) <= self._max_message_bytes + ENVELOPE
-            yield parse(data) if fits else Oversized(data, _too_large(len(data), self._max_message_bytes))
+    def _read_unless_oversized(self, parse: Callable[[bytes], Any], data: bytes) -> Any:
+        fits = len(data) <= self._max_message_bytes + ENVELOPE
+        return parse(data) if fits else Oversized(data, _too_large(len(data), self._max_message_bytes))
 
     @contextmanager
     def _call(self, method: str, context: Context) -> Iterator[Call]:
@@ -362,3 +352,10 @@ def parser(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
             raise InvalidArgument("request", f"{len(data)} bytes", allowed, reason=Reason.MALFORMED_REQUEST) from None
 
     return read
+
+
+async def _each(read: Callable[[bytes], Any], context: Context) -> AsyncIterator[Any]:
+    # Not from the iterator that the library made: one that was left half read ended the process now and then, when it
+    # was closed behind its call (grpcio 1.85).
+    while (data := await context.read()) is not grpc.aio.EOF:
+        yield read(data)

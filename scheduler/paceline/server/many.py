@@ -110,14 +110,18 @@ class ManyGenerations:
             case _:
                 raise InvalidArgument("action", None, "start or cancel")
 
-    def _refuse(self, key: int, error: PacelineError) -> None:
-        """It does not come to life, but its client is told why."""
+    def _check_free(self, key: int) -> None:
         if key in self._live:
             raise InvalidArgument("key", key, "no key of a generation that is live on this stream")
+
+    def _refuse(self, key: int, error: PacelineError) -> None:
+        """It does not come to life, but its client is told why."""
+        self._check_free(key)
         self._fail(Keyed(key, self._ready), error)
 
     def _start(self, key: int, request: pb.GenerateRequest) -> None:
-        if key in self._live or len(self._live) >= MAX_LIVE:
+        self._check_free(key)
+        if len(self._live) >= MAX_LIVE:
             text = f"{MAX_LIVE} generations are live on this stream, and no more may be"
             self._refuse(key, ResourceExhausted(text, retry_after=1.0))
             return
