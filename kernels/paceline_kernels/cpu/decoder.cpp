@@ -61,6 +61,19 @@ void attention_alone(const T* query, const PacelineBatch& from, const Pages& pag
     }
 }
 
+// ---- Types, which C does not have ----
+
+// Calls act with a zero of the type that is multiplied.
+template <class Act>
+auto with_type(bool bf16, const Act& act) {
+    return bf16 ? act(bfloat16{}) : act(0.0f);
+}
+
+template <class T>
+Decoder<T>& known(void* decoder) {
+    return *(Decoder<T>*)decoder;
+}
+
 }  // namespace
 
 // Weights are of kind 0, float, 1, bfloat16, or 2, 8 bits; activations are bfloat16 if `bf16`, else float.
@@ -85,50 +98,38 @@ void paceline_pack(int kind, bool bf16, void* packed, float* scales, const void*
 }
 
 void* paceline_new(bool bf16, const PacelineModel* model) {
-    if (bf16) return new Decoder<bfloat16>(*model);
-    return new Decoder<float>(*model);
+    return with_type(bf16, [&](auto zero) -> void* { return new Decoder<decltype(zero)>(*model); });
 }
 
 void paceline_delete(bool bf16, void* decoder) {
-    if (bf16) {
-        delete (Decoder<bfloat16>*)decoder;
-    } else {
-        delete (Decoder<float>*)decoder;
-    }
+    with_type(bf16, [&](auto zero) { delete &known<decltype(zero)>(decoder); });
 }
 
 void paceline_forward(bool bf16, void* decoder, const PacelineBatch* batch, void* hidden) {
-    if (bf16) {
-        ((Decoder<bfloat16>*)decoder)->forward(*batch, (bfloat16*)hidden);
-    } else {
-        ((Decoder<float>*)decoder)->forward(*batch, (float*)hidden);
-    }
+    with_type(bf16, [&](auto zero) {
+        using T = decltype(zero);
+        known<T>(decoder).forward(*batch, (T*)hidden);
+    });
 }
 
 void paceline_logits_of(bool bf16, void* decoder, const PacelineBatch* batch, const int64_t* wanted, int64_t count,
                         float* out) {
-    if (bf16) {
-        ((Decoder<bfloat16>*)decoder)->logits_of(*batch, wanted, count, out);
-    } else {
-        ((Decoder<float>*)decoder)->logits_of(*batch, wanted, count, out);
-    }
+    with_type(bf16, [&](auto zero) { known<decltype(zero)>(decoder).logits_of(*batch, wanted, count, out); });
 }
 
 void paceline_logits(bool bf16, void* decoder, const void* hidden, int64_t rows, int64_t num_threads, float* out) {
-    if (bf16) {
-        ((Decoder<bfloat16>*)decoder)->logits((const bfloat16*)hidden, rows, num_threads, out);
-    } else {
-        ((Decoder<float>*)decoder)->logits((const float*)hidden, rows, num_threads, out);
-    }
+    with_type(bf16, [&](auto zero) {
+        using T = decltype(zero);
+        known<T>(decoder).logits((const T*)hidden, rows, num_threads, out);
+    });
 }
 
 void paceline_draft(bool bf16, void* decoder, const PacelineBatch* batch, const int32_t* depths, int64_t max_depth,
                     const PacelineChoices* choices, int64_t* out) {
-    if (bf16) {
-        Drafting<bfloat16>(*(Decoder<bfloat16>*)decoder, *batch).run(depths, max_depth, *choices, out);
-    } else {
-        Drafting<float>(*(Decoder<float>*)decoder, *batch).run(depths, max_depth, *choices, out);
-    }
+    with_type(bf16, [&](auto zero) {
+        using T = decltype(zero);
+        Drafting<T>(known<T>(decoder), *batch).run(depths, max_depth, *choices, out);
+    });
 }
 
 // Operations by themselves.
@@ -136,31 +137,26 @@ void paceline_draft(bool bf16, void* decoder, const PacelineBatch* batch, const 
 // x [rows, inputs] times a matrix, plus its bias -> out [rows, outputs].
 void paceline_linear(bool bf16, const void* x, const PacelineMatrix* matrix, int64_t rows, int64_t num_threads,
                      float* out) {
-    if (bf16) {
-        linear_alone((const bfloat16*)x, *matrix, rows, num_threads, out);
-    } else {
-        linear_alone((const float*)x, *matrix, rows, num_threads, out);
-    }
+    with_type(bf16, [&](auto zero) { linear_alone((const decltype(zero)*)x, *matrix, rows, num_threads, out); });
 }
 
 // key and value [rows, num_kv_heads, head_dim] to the pages of a layer.
 void paceline_store_kv(bool bf16, const void* key, const void* value, const PacelineBatch* batch, int64_t num_kv_heads,
                        int64_t head_dim) {
-    if (bf16) {
-        store_kv_alone((const bfloat16*)key, (const bfloat16*)value, *batch, {batch->block_size, num_kv_heads, head_dim});
-    } else {
-        store_kv_alone((const float*)key, (const float*)value, *batch, {batch->block_size, num_kv_heads, head_dim});
-    }
+    const Pages pages = {batch->block_size, num_kv_heads, head_dim};
+    with_type(bf16, [&](auto zero) {
+        using T = decltype(zero);
+        store_kv_alone((const T*)key, (const T*)value, *batch, pages);
+    });
 }
 
 // query [rows, num_heads, head_dim] over the pages of a layer -> out, likewise.
 void paceline_paged_attention(bool bf16, const void* query, const PacelineBatch* batch, int64_t num_heads,
                               int64_t num_kv_heads, int64_t head_dim, float scale, void* out) {
     const Pages pages = {batch->block_size, num_kv_heads, head_dim};
-    if (bf16) {
-        attention_alone((const bfloat16*)query, *batch, pages, num_heads, scale, (bfloat16*)out);
-    } else {
-        attention_alone((const float*)query, *batch, pages, num_heads, scale, (float*)out);
-    }
+    with_type(bf16, [&](auto zero) {
+        using T = decltype(zero);
+        attention_alone((const T*)query, *batch, pages, num_heads, scale, (T*)out);
+    });
 }
 }

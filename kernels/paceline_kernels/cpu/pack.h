@@ -13,6 +13,12 @@ struct WeightRows {
     int64_t outputs, inputs, first, apart;
 };
 
+// Where a tile has input k of one of its outputs, PER_WORD of them being one of its words of 4 bytes.
+template <int64_t PER_WORD>
+constexpr int64_t place(int64_t output, int64_t k) {
+    return (k / PER_WORD * TILE + output) * PER_WORD + k % PER_WORD;
+}
+
 // Calls put(i, count, tile, lane) for `count` rows from the i-th, those of a tile, in one thread.
 template <class T, class Put>
 void for_each_row(const WeightRows<T>& rows, const Put& put) {
@@ -25,7 +31,7 @@ void for_each_row(const WeightRows<T>& rows, const Put& put) {
     }
 }
 
-// `count` rows from the i-th into lanes of a tile.
+// Each row as it is.
 template <class T>
 void pack(T* packed, const WeightRows<T>& rows) {
     const int64_t padded = Packed<T>::padded(rows.inputs);
@@ -33,8 +39,7 @@ void pack(T* packed, const WeightRows<T>& rows) {
         T* const to = packed + tile * Packed<T>::tile_elements(rows.inputs);
         for (int64_t k = 0; k < padded; ++k) {
             for (int64_t j = 0; j < count; ++j) {
-                to[(k / PAIR<T> * TILE + lane + j) * PAIR<T> + k % PAIR<T>] =
-                    k < rows.inputs ? rows.data[(i + j) * rows.inputs + k] : T{};
+                to[place<PAIR<T>>(lane + j, k)] = k < rows.inputs ? rows.data[(i + j) * rows.inputs + k] : T{};
             }
         }
     });
@@ -64,7 +69,7 @@ void pack8(uint8_t* packed, float* scales, const WeightRows<T>& rows) {
             for (int64_t j = 0; j < count; ++j) {
                 const bool any = k < rows.inputs && inverse[j] > 0;
                 const float x = any ? to_float(rows.data[(i + j) * rows.inputs + k]) * inverse[j] : 0;
-                to[(k / 4 * TILE + lane + j) * 4 + k % 4] = (uint8_t)((int)std::nearbyint(x) + OFFSET);
+                to[place<4>(lane + j, k)] = (uint8_t)((int)std::nearbyint(x) + OFFSET);
             }
         }
     });
@@ -73,11 +78,11 @@ void pack8(uint8_t* packed, float* scales, const WeightRows<T>& rows) {
 // One row of packed weights, as an embedding is looked up.
 template <class T>
 float weight(const Packed<T>& packed, int64_t output, int64_t k) {
-    return to_float(packed.tile(output / TILE)[(k / PAIR<T> * TILE + output % TILE) * PAIR<T> + k % PAIR<T>]);
+    return to_float(packed.tile(output / TILE)[place<PAIR<T>>(output % TILE, k)]);
 }
 
 inline float weight(const Packed8& packed, int64_t output, int64_t k) {
-    const int value = packed.tile(output / TILE)[(k / 4 * TILE + output % TILE) * 4 + k % 4];
+    const int value = packed.tile(output / TILE)[place<4>(output % TILE, k)];
     return (value - OFFSET) * packed.scales[output];
 }
 
