@@ -11,7 +11,7 @@ void linear_alone(const T* x, const PacelineMatrix& matrix, int64_t rows, int64_
     static thread_local Zeroed<Activation<T>> memory;
     static thread_local Quantized room;
     const Tiled<Activation<T>> tiled = activations<T>(memory, rows, matrix.inputs);
-    room.reserve(rows, matrix.inputs);
+    room.reserve(rows, matrix.inputs, num_threads);
     const Quantized& shared = room;
     for (int64_t row = 0; row < rows; ++row) {
         for (int64_t i = 0; i < tiled.size; ++i) {

@@ -30,10 +30,11 @@ public:
     // The same, and from there to the logits of `count` of the rows, those of `wanted` or, if that is null, the first ones
     // -> out [count, vocab].
     void logits_of(const PacelineBatch& from, const int64_t* wanted, int64_t count, float* out) {
-        reserve_last(count);
+        reserve_last(count, from.num_threads);
         run(from, [&](Team& team, int64_t) {
-            team.share(count, [&](int64_t index) {
-                finish(wanted ? wanted[index] : index, [&](int64_t i) { return last_.at(index, i); });
+            const Tiled<Activation<T>> last = last_.own();
+            team.share_rows(count, count, [&](int64_t index) {
+                finish(wanted ? wanted[index] : index, [&](int64_t i) { return last.at(index, i); });
             });
             head(team, count, out);
         });
@@ -41,13 +42,14 @@ public:
 
     // Rows of hidden states [rows, hidden] -> out [rows, vocab].
     void logits(const T* hidden, int64_t rows, int64_t num_threads, float* out) {
-        reserve_last(rows);
+        reserve_last(rows, num_threads);
         Team team(num_threads);
 #pragma omp parallel num_threads(num_threads)
         {
-            team.share(rows, [&](int64_t row) {
+            const Tiled<Activation<T>> last = last_.own();
+            team.share_rows(rows, rows, [&](int64_t row) {
                 const T* const from = hidden + row * model_.hidden;
-                for (int64_t i = 0; i < model_.hidden; ++i) convert(from[i], *last_.at(row, i));
+                for (int64_t i = 0; i < model_.hidden; ++i) convert(from[i], *last.at(row, i));
             });
             head(team, rows, out);
         }
@@ -65,7 +67,7 @@ private:
         const float scale = 1 / std::sqrt((float)model_.head_dim);
         const Attention<T> attention(batch, pages, model_.num_heads, scale, from.num_threads);
         locate(batch);
-        reserve(rows);
+        reserve(rows, from.num_threads);
         T* const kv = (T*)from.kv;
         Team team(from.num_threads);
 #pragma omp parallel num_threads(from.num_threads)
@@ -76,7 +78,7 @@ private:
                 T* const keys = kv + 2 * index * from.kv_elements;
                 T* const values = keys + from.kv_elements;
                 normalize(team, layer.input_norm, rows);
-                project<T>(team, layer.qkv, normed_, rows, room_, qkv_);
+                project<T>(team, layer.qkv, normed_.own(), rows, room_, qkv_);
                 place(team, layer, batch, pages, rows, keys, values);
                 attention(team, attended_, query_, keys, values);
                 add(team, attended_, rows, layer.output);
@@ -103,21 +105,21 @@ private:
         }
     }
 
-    void reserve(int64_t rows) {
+    void reserve(int64_t rows, int64_t threads) {
         const int64_t heads = model_.num_heads * model_.head_dim;
         const int64_t all_heads = heads + 2 * model_.num_kv_heads * model_.head_dim;
         residual_ = {residual_memory_.get(Striped::elements(rows, model_.hidden)), rows};
         qkv_ = {qkv_memory_.get(Striped::elements(rows, all_heads)), rows};
         query_ = query_memory_.get(rows * heads);
-        normed_ = activations<T>(normed_memory_, rows, model_.hidden);
+        normed_.reserve(rows, model_.hidden, threads);
         attended_ = activations<T>(attended_memory_, rows, heads);
         gated_ = activations<T>(gated_memory_, rows, model_.intermediate);
-        room_.reserve(rows, std::max({model_.hidden, heads, model_.intermediate}));
+        room_.reserve(rows, std::max({model_.hidden, heads, model_.intermediate}), threads);
     }
 
-    void reserve_last(int64_t rows) {
-        last_ = activations<T>(last_memory_, rows, model_.hidden);
-        last_room_.reserve(rows, model_.hidden);
+    void reserve_last(int64_t rows, int64_t threads) {
+        last_.reserve(rows, model_.hidden, threads);
+        last_room_.reserve(rows, model_.hidden, threads);
     }
 
     void embed(Team& team, const int64_t* token_ids, int64_t rows) {
@@ -142,9 +144,10 @@ private:
 
     // normed_ = the norm of residual_
     void normalize(Team& team, const float* weight, int64_t rows) {
-        team.share(rows, [&](int64_t row) {
+        const Tiled<Activation<T>> to = normed_.own();
+        team.share_rows(rows, rows, [&](int64_t row) {
             const auto from = [&](int64_t i) { return residual_.at(row, i); };
-            normalize(from, weight, model_.hidden, [&](int64_t i) { return normed_.at(row, i); });
+            normalize(from, weight, model_.hidden, [&](int64_t i) { return to.at(row, i); });
         });
     }
 
@@ -171,16 +174,19 @@ private:
                 store_some(gated_.at(row, column), silu(gate) * up, count);
             }
         };
-        multiply_by<2, T>(team, matrix, normed_, rows, room_, use);
+        multiply_by<2, T>(team, matrix, normed_.own(), rows, room_, use);
     }
 
     // Norm and rotation of queries and keys; queries go to query_, keys and values to their pages. Shared by heads,
-    // since there may be but one row.
+    // since there may be but one row: those queries first that meet a key, then it and its value.
     void place(Team& team, const PacelineLayer& layer, const Batch& batch, const Pages& pages, int64_t rows, T* keys,
                T* values) {
         const int64_t heads = model_.num_heads, kv_heads = model_.num_kv_heads, size = model_.head_dim;
+        const int64_t sharing = heads / kv_heads;
         team.share(rows * (heads + kv_heads), [&](int64_t item) {
-            const int64_t row = item / (heads + kv_heads), head = item % (heads + kv_heads), position = positions_[row];
+            const int64_t row = item / (heads + kv_heads), position = positions_[row];
+            const int64_t turn = item % (heads + kv_heads), kv_head = turn / (sharing + 1), query = turn % (sharing + 1);
+            const int64_t head = query < sharing ? kv_head * sharing + query : heads + kv_head;
             thread_local Scratch numbers, rounded;
             float* const x = numbers.get<float>(size);
             qkv_.read(row, head * size, size, x);
@@ -190,7 +196,7 @@ private:
             qkv_.read(row, (head + kv_heads) * size, size, x);
             for (int64_t i = 0; i < size; ++i) value[i] = from_float<T>(x[i]);
             const int64_t block = batch.block_tables[sequences_[row] * batch.max_blocks + position / pages.block_size];
-            pages.write(keys, values, block, position % pages.block_size, head - heads, key, value);
+            pages.write(keys, values, block, position % pages.block_size, kv_head, key, value);
         });
     }
 
@@ -211,7 +217,7 @@ private:
 
     // Logits of the rows of last_ -> out [rows, vocab].
     void head(Team& team, int64_t rows, float* out) {
-        project<T>(team, model_.head, last_, rows, last_room_, RowMajor{out, model_.vocab});
+        project<T>(team, model_.head, last_.own(), rows, last_room_, RowMajor{out, model_.vocab});
     }
 
     // -- pieces --
@@ -248,12 +254,11 @@ private:
     std::vector<int64_t> positions_, sequences_;  // of each row
     Zeroed<float> residual_memory_, qkv_memory_;
     Zeroed<T> query_memory_;
-    Zeroed<Activation<T>> normed_memory_, attended_memory_, gated_memory_, last_memory_;
+    Zeroed<Activation<T>> attended_memory_, gated_memory_;
     Striped residual_, qkv_;  // [rows, hidden], [rows, heads of q, k and v]
     T* query_;                // [rows, num_heads, head_dim]
-    // [rows, hidden], [rows, num_heads * head_dim], [rows, intermediate]
-    Tiled<Activation<T>> normed_, attended_, gated_;
-    Tiled<Activation<T>> last_;  // [rows whose logits are wanted, hidden]
+    Tiled<Activation<T>> attended_, gated_;  // [rows, num_heads * head_dim], [rows, intermediate]
+    OwnActivations<T> normed_, last_;        // [rows, hidden], [rows whose logits are wanted, hidden]
     Quantized room_, last_room_;
 };
 

@@ -92,7 +92,7 @@ inline void step(Sum (&sums)[ROWS][WIDTH], const At& weights, const X* const (&r
             Factor some[WIDTH];
 #pragma GCC unroll 8
             for (int column = 0; column < WIDTH; ++column) {
-                some[column] = kept(Both::weights(line(column), part));
+                some[column] = kept_for_all(Both::weights(line(column), part));
             }
 #pragma GCC unroll 12
             for (int i = 0; i < ROWS; ++i) {

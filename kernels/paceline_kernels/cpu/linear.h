@@ -75,11 +75,12 @@ struct Packed8 {
 // groups, so that an outlier costs its neighbours alone their precision).
 struct Packed8::Input {
     Tiled<ByteActivation> values;
-    float* scales;         // [rows / 16][groups][16]
+    int64_t rows;          // padded
+    float* scales;         // [groups][rows]
     int32_t* corrections;  // likewise: minus OFFSET times the sum of the values
 
     int64_t groups() const { return values.size / GROUP; }
-    int64_t index(int64_t row, int64_t group) const { return (row / LANES * groups() + group) * LANES + row % LANES; }
+    int64_t index(int64_t row, int64_t group) const { return group * rows + row; }
 };
 
 // Activations that meet weights T, whose padding they share.
@@ -89,6 +90,24 @@ Tiled<Activation<T>> activations(Zeroed<Activation<T>>& memory, int64_t rows, in
     const int64_t elements = Tiled<Activation<T>>::elements(rows, padded, height);
     return {memory.get(elements, padded == size ? 0 : height), padded, height};
 }
+
+// The same of what `share_rows` fills, each thread's own.
+template <class T>
+class OwnActivations {
+public:
+    void reserve(int64_t rows, int64_t size, int64_t threads) {
+        size_ = Tiled<T>::padded(size);
+        height_ = tile_height<T>(rows);
+        const int64_t elements = Tiled<Activation<T>>::elements(rows, size_, height_);
+        copies_.reserve(rows, elements, threads, size_ == size ? 0 : height_);
+    }
+
+    Tiled<Activation<T>> own() const { return {copies_.own(), size_, height_}; }
+
+private:
+    Copies<Activation<T>> copies_;
+    int64_t size_ = 0, height_ = 0;
+};
 
 // Of one tile of weights with up to MOST_ROWS rows.
 struct Sums {
@@ -162,12 +181,11 @@ struct Columns {
     const char* next;  // to be fetched next, if something is
 };
 
-// Adds the products of inputs [begin, end), and goes on with `from` as far.
+// Adds the products of so many inputs. Both go on as far: `first` with the rows' inputs, in one tile of x, and `from`.
 template <int LINES, int ROWS, int WIDTH, class X, class W, class Sum>
-inline void add_products(Sum (&sums)[ROWS][WIDTH], const Tiled<X>& x, int64_t row, int64_t begin, int64_t end,
+inline void add_products(Sum (&sums)[ROWS][WIDTH], const Tiled<X>& x, int64_t inputs, const X*& first,
                          Columns<W>& from) {
-    const X* first = x.at(row, begin);  // of rows in one tile
-    for (int64_t piece = begin; piece < end; piece += PIECE<X>) {
+    for (int64_t piece = 0; piece < inputs; piece += PIECE<X>) {
 #pragma GCC unroll 1
         for (int64_t k = 0; k < PIECE<X>; k += 4 * PAIR<W>) {
 #pragma GCC unroll 4
@@ -188,12 +206,20 @@ inline void add_products(Sum (&sums)[ROWS][WIDTH], const Tiled<X>& x, int64_t ro
 template <int ROWS, int WIDTH, int LINES, class X, class W>
 void multiply_columns(const Tiled<X>& x, Columns<W> from, Span span, int64_t row, float* to) {
     const auto at = [to](int i, int column) { return to + i * TILE + column * REGISTER_LANES; };
-    Register sums[ROWS][WIDTH] = {};
-    for (int i = 0; i < ROWS && span.begin > 0; ++i) {
-        for (int column = 0; column < WIDTH; ++column) sums[i][column] = load_register(at(i, column));
-    }
-    add_products<LINES>(sums, x, row, span.begin, span.end, from);
+    const bool goes_on = span.begin > 0;
+    Register sums[ROWS][WIDTH];  // in registers, since all loops over them are unrolled
+#pragma GCC unroll 12
     for (int i = 0; i < ROWS; ++i) {
+#pragma GCC unroll 8
+        for (int column = 0; column < WIDTH; ++column) {
+            sums[i][column] = goes_on ? load_register(at(i, column)) : Register{};
+        }
+    }
+    const X* first = x.at(row, span.begin);
+    add_products<LINES>(sums, x, span.end - span.begin, first, from);
+#pragma GCC unroll 12
+    for (int i = 0; i < ROWS; ++i) {
+#pragma GCC unroll 8
         for (int column = 0; column < WIDTH; ++column) store_register(at(i, column), sums[i][column]);
     }
 }
@@ -212,17 +238,20 @@ inline void add_group(float* sums, const Integers (&group)[WIDTH], float scale) 
 template <int ROWS, int WIDTH, int LINES>
 void multiply_columns(const Packed8::Input& x, Columns<uint8_t> from, Span span, int64_t row, float* to) {
     for (int i = 0; i < ROWS && span.begin == 0; ++i) std::fill_n(to + i * TILE, WIDTH * REGISTER_LANES, 0.0f);
+    const ByteActivation* first = x.values.at(row, span.begin);
     for (int64_t group = span.begin / GROUP; group < span.end / GROUP; ++group) {
+        const int32_t* const corrections = x.corrections + x.index(row, group);
+        const float* const scales = x.scales + x.index(row, group);
         Integers sums[ROWS][WIDTH];
 #pragma GCC unroll 12
         for (int i = 0; i < ROWS; ++i) {
-            const Integers correction = broadcast(x.corrections[x.index(row + i, group)]);
+            const Integers correction = broadcast(corrections[i]);
 #pragma GCC unroll 8
             for (int column = 0; column < WIDTH; ++column) sums[i][column] = correction;
         }
-        add_products<LINES>(sums, x.values, row, group * GROUP, (group + 1) * GROUP, from);
+        add_products<LINES>(sums, x.values, GROUP, first, from);
 #pragma GCC unroll 12
-        for (int i = 0; i < ROWS; ++i) add_group(to + i * TILE, sums[i], x.scales[x.index(row + i, group)]);
+        for (int i = 0; i < ROWS; ++i) add_group(to + i * TILE, sums[i], scales[i]);
     }
 }
 

@@ -12,7 +12,7 @@ inline Ints rounded(Floats x) { return (Ints)(x + 0x1.8p23f) - 0x4b400000; }
 // Rows of x in 8 bits. Shared by the team, group by group, since there may be but one row.
 template <class T>
 void quantize(Team& team, const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
-    team.share(rows * to.groups(), [&](int64_t item) {
+    team.share_rows(rows, rows * to.groups(), [&](int64_t item) {
         const int64_t row = item % rows, group = item / rows, begin = group * GROUP;
         Floats part[GROUP / LANES] = {};
         Floats largest = {}, poison = {};
@@ -39,26 +39,24 @@ void quantize(Team& team, const Tiled<T>& x, int64_t rows, const Packed8::Input&
 // Room for activations of 8 bits.
 class Quantized {
 public:
-    void reserve(int64_t rows, int64_t inputs) {
+    void reserve(int64_t rows, int64_t inputs, int64_t threads) {
         const int64_t padded = Packed8::padded(inputs), groups = round_up(rows, LANES) * padded / GROUP;
+        rows_ = round_up(rows, LANES);
         height_ = tile_height<uint8_t>(rows);
-        values_ = value_memory_.get(Tiled<ByteActivation>::elements(rows, padded, height_));
-        scales_ = scale_memory_.get(groups);
-        corrections_ = correction_memory_.get(groups);
+        values_.reserve(rows, Tiled<ByteActivation>::elements(rows, padded, height_), threads);
+        scales_.reserve(rows, groups, threads);
+        corrections_.reserve(rows, groups, threads);
     }
 
     Packed8::Input of(int64_t inputs) const {
-        return {{values_, Packed8::padded(inputs), height_}, scales_, corrections_};
+        return {{values_.own(), Packed8::padded(inputs), height_}, rows_, scales_.own(), corrections_.own()};
     }
 
 private:
-    Zeroed<ByteActivation> value_memory_;
-    Zeroed<float> scale_memory_;
-    Zeroed<int32_t> correction_memory_;
-    ByteActivation* values_ = nullptr;
-    float* scales_ = nullptr;
-    int32_t* corrections_ = nullptr;
-    int64_t height_ = LANES;
+    Copies<ByteActivation> values_;
+    Copies<float> scales_;
+    Copies<int32_t> corrections_;
+    int64_t rows_ = LANES, height_ = LANES;
 };
 
 inline Packed8 packed8(const PacelineMatrix& matrix) {

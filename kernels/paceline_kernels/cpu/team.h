@@ -41,6 +41,14 @@ public:
         meet();
     }
 
+    // The same for what all threads read next, of so many rows, into `Copies`. Of a single row each thread does all of it
+    // for itself, which takes less time than to hear of it.
+    template <class Act>
+    void share_rows(int64_t rows, int64_t count, const Act& act) {
+        if (rows > 1) return share(count, act);
+        for (int64_t i = 0; i < count; ++i) act(i);
+    }
+
 private:
     static constexpr int64_t PATIENCE = 1 << 14;  // pauses: half a millisecond or so
 
@@ -56,6 +64,25 @@ private:
     }
 
     std::vector<Thread> threads_;
+};
+
+// Memory that `share_rows` fills: one for all threads, or of a single row each thread's own.
+template <class T>
+class Copies {
+public:
+    void reserve(int64_t rows, int64_t elements, int64_t threads, int64_t layout = 0) {
+        apart_ = rows > 1 ? 0 : round_up(elements, LINES / (int64_t)sizeof(T));
+        data_ = memory_.get(std::max(elements, threads * apart_), layout);
+    }
+
+    T* own() const { return data_ + omp_get_thread_num() * apart_; }
+
+private:
+    static constexpr int64_t LINES = 128;  // bytes: CPUs fetch lines in twos
+
+    Zeroed<T> memory_;
+    T* data_ = nullptr;
+    int64_t apart_ = 0;
 };
 
 }  // namespace

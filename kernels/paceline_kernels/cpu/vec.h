@@ -218,6 +218,17 @@ inline Vector kept(Vector x) {
     return x;
 }
 
+// The same of what several sums need: compilers would load it again for each.
+template <class Vector>
+inline Vector kept_for_all(Vector x) {
+#if defined(__AVX512F__)
+    asm volatile("" : "+v"(x));
+    return x;
+#else
+    return kept(x);
+#endif
+}
+
 // One value in all lanes. (Of a float, a sum would turn -0 into 0, which takes an instruction.)
 inline Register broadcast(float x) { return x - Register{}; }
 inline Integers broadcast(int32_t x) { return Integers{} + x; }
