@@ -309,14 +309,25 @@ def test_a_pool_for_one_serves_a_group(lag: int, method: Method, n: int) -> None
 
 
 @both_lags
-def test_who_waits_behind_a_group_is_next(lag: int) -> None:
-    """Followers at the head hold up the queue while their prompt is computed, and no longer."""
-    harness = harness_of(budget=16, max_num_seqs=8, lag=lag)
-    leader, *followers = harness.add_group(3, 17, max_tokens=9)
-    stranger = harness.add(3, max_tokens=2)
-    harness.step_until(lambda: stranger.status is RequestStatus.RUNNING)
-    assert len(harness.works(leader)) <= 3 + lag
-    assert all(request.status is RequestStatus.RUNNING for request in followers)
+def test_who_waits_behind_a_group_starts_while_its_prompt_is_read(lag: int) -> None:
+    """Followers, who wait for it, hold nobody up; once it is read, they are first in line again."""
+    config = SchedulerConfig(
+        num_blocks=64,
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_model_len=64,
+        long_prefill_threshold=4,
+        prefix_cache=PrefixScope.OFF,
+    )
+    harness = Harness(config, FixedDepth(0), lag)
+    leader, follower = harness.add_group(2, 20, max_tokens=12)  # five steps to read the prompt
+    others = [harness.add(3, max_tokens) for max_tokens in (7, 30, 30)]
+    last = harness.add(3)
+    assert rows(harness.step()) == {leader.request_id: 4, **dict.fromkeys([other.request_id for other in others], 3)}
+    harness.step_until(lambda: follower.status is RequestStatus.RUNNING)
+    assert follower.num_cached_tokens == 16
+    assert last.status is RequestStatus.WAITING
     harness.drain()
 
 

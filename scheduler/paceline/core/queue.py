@@ -20,6 +20,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}
         self._heap: list[tuple[float, int]] = []
+        self._aside: list[tuple[float, int]] = []  # entries that are not in the heap for now
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -32,13 +33,25 @@ class RequestQueue:
         self._requests[request.request_id] = request
         heapq.heappush(self._heap, (request.rank, request.request_id))
 
-    def first(self) -> Request:
-        """The most urgent. The queue is not empty."""
-        while True:
+    def first(self) -> Request | None:
+        """The most urgent of those that are not set aside; None without any."""
+        while self._heap:
             request = self._requests.get(self._heap[0][1])
             if request is not None:
                 return request
             heapq.heappop(self._heap)
+        return None
+
+    def set_aside(self) -> None:
+        """Let `first`, which has just told one, pass over it until `take_back`. It goes on waiting; nobody leaves the
+        queue meanwhile but whom `first` tells.
+        """
+        self._aside.append(heapq.heappop(self._heap))
+
+    def take_back(self) -> None:
+        """Nobody is set aside any more."""
+        while self._aside:
+            heapq.heappush(self._heap, self._aside.pop())
 
     def newest(self, count: int) -> list[Request]:
         """Of those of whose request nothing has ever run, so many that came last, or all."""
@@ -57,6 +70,7 @@ class RequestQueue:
         return True
 
     def check_invariants(self) -> None:
+        assert not self._aside, "set aside for longer than one step is planned"
         entries = {request_id for _, request_id in self._heap}
         assert self._requests.keys() <= entries, "every request has an entry"
         live = [entry for entry in self._heap if entry[1] in self._requests]

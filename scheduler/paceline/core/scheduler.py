@@ -462,6 +462,7 @@ class Scheduler:
     def _could_fit(self, tenant: Tenant) -> bool:
         """Its next request finds room, or would if all gave way to it who are ahead of it."""
         request = tenant.queue.first()
+        assert request is not None, "of tenants that wait"
         known, _ = self.prefixes.find(request)
         missing = self.config.blocks_for(request.num_tokens) - len(known)
         return self._fits(missing, known) or self._would_suffice(self._far_ahead(tenant), missing, known)
@@ -522,14 +523,20 @@ class Scheduler:
         the tenant that is owed most. If that one finds no room nobody else takes it.
         """
         held_up: set[Tenant] = set()  # who can start nothing in this step
+        passed_over: list[Tenant] = []  # who can, but not with the most urgent
         while step.budget > 0 and step.prompt_budget > 0 and self.tenants.num_waiting:
             tenant = self.tenants.next(lambda one: one not in held_up and self._may_start(one, now))
             if tenant is None:
-                return
+                break
             request = tenant.queue.first()
+            assert request is not None, "of a tenant that may start"
             # A preempted request waits for its outstanding results: they may bring tokens, or its end.
-            if request.pending or self.prefixes.awaits_sibling(request):
+            if request.pending:
                 held_up.add(tenant)
+                continue
+            if self.prefixes.awaits_sibling(request):  # for as long as a prompt takes: meanwhile others may start
+                tenant.queue.set_aside()
+                passed_over.append(tenant)
                 continue
             try:
                 self._check_times(request, now)
@@ -549,7 +556,7 @@ class Scheduler:
             if not self._fits(missing, known):
                 victims = self._over_served(tenant, now)
                 if not self._would_suffice(victims, missing, known):
-                    return
+                    break
                 for victim in victims:
                     self._preempt(victim)
                     step.drop(victim)
@@ -557,16 +564,20 @@ class Scheduler:
                     if self._fits(missing, known):
                         break
             self._admit(request, known, num_drafted, step, now)
+        for tenant in passed_over:
+            tenant.queue.take_back()
 
     def _may_start(self, tenant: Tenant, now: float) -> bool:
-        """Its own limits leave room for its next request: of blocks, as long as all may become. A request may run alone
-        in any case: the policy may have been another one when it came.
+        """It has a next request, and its own limits leave room for it: of blocks, as long as all may become. A request
+        may run alone in any case: the policy may have been another one when it came.
         """
-        policy = tenant.policy
+        request, policy = tenant.queue.first(), tenant.policy
+        if request is None:
+            return False
         if policy.max_running is not None and tenant.num_running >= policy.max_running:
             return False
         if policy.max_blocks is not None and tenant.num_running:
-            own = self.config.blocks_for(tenant.queue.first().max_total_tokens)
+            own = self.config.blocks_for(request.max_total_tokens)
             if tenant.num_blocks + own > policy.max_blocks:
                 return False
         return tenant.seconds_until_tokens(now) == 0.0
