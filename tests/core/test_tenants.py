@@ -270,6 +270,33 @@ def test_short_of_memory_the_most_over_served_gives_way(lag: int) -> None:
     assert modest.num_preemptions == 0
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("urgent", [SchedulingParams("a", priority=1), SchedulingParams("a", deadline=40.0)])
+def test_short_of_memory_the_least_urgent_of_a_tenant_gives_way(lag: int, urgent: SchedulingParams) -> None:
+    """And not whoever came last: what is urgent is not served first and then thrown out by what is not."""
+    shop = Shop({"a": TenantPolicy(max_priority=1)}, lag, num_blocks=14, block_size=2, max_model_len=28, patience=60.0)
+    patient = shop.add_for("a", 6, 20)
+    shop.step()
+    hurried = shop.add(4, 16, scheduling=urgent)
+    shop.drain()
+    assert patient.num_preemptions > 0
+    assert hurried.num_preemptions == 0
+
+
+def test_the_least_urgent_gives_its_place_to_a_tenant_below_its_share() -> None:
+    shop = Shop({"a": TenantPolicy(max_priority=1)}, min_run_seconds=5.0)
+    patient = shop.add_for("a", max_tokens=100)
+    shop.step()
+    hurried = shop.add_for("a", max_tokens=100, priority=1)
+    for _ in range(20):
+        shop.step()
+    small = shop.add_for("b")
+    shop.step()
+    assert small.status is RequestStatus.RUNNING
+    assert [request.num_preemptions for request in (patient, hurried)] == [1, 0]
+    shop.drain()
+
+
 # -- limits ----------------------------------------------------------------------------------------------------------
 
 

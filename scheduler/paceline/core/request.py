@@ -42,7 +42,7 @@ class Request:
         methods: how drafts may be made, by the request's own choice or the server's; none if not at all.
         method: the first of them.
         scheduling: whose request it is, and when it is wanted.
-        rank: its place among the waiting requests of its tenant, lowest first.
+        rank: its place among the requests of its tenant: the lowest is let in first and gives way last.
         admitted_at: when it last entered the batch.
         awaits_token: it had none since.
         charged_seconds: engine time that its tenant was charged for it.

@@ -591,16 +591,23 @@ class Scheduler:
         return len(self.running) < self.config.max_num_seqs and blocks <= self._spare_blocks - kept
 
     def _victim(self) -> Request:
-        """Who gives way when memory is short: the newest request of the most over-served tenant."""
-        most = max(self.tenants[request.tenant].service for request in self.running.values())
-        return next(r for r in reversed(self.running.values()) if self.tenants[r.tenant].service == most)
+        """Who gives way when memory is short: of the most over-served tenant the least urgent request, of equals the
+        newest.
+        """
+        return max(reversed(self.running.values()), key=self._gives_way)
+
+    def _gives_way(self, request: Request) -> tuple[float, float]:
+        """Whom this is highest for gives way first: the tenant comes before the request. As a tenant's requests are let
+        in by the same order, the most urgent of them always goes on, and that order changes for none of them.
+        """
+        return self.tenants[request.tenant].service, request.rank
 
     def _over_served(self, tenant: Tenant, now: float) -> list[Request]:
         """Who may have to give way to a tenant that is below its share, in this order: requests of tenants that are far
-        ahead of it, the farthest and the newest first, if they have run for a while.
+        ahead of it, of the farthest first, if they have run for a while.
         """
         ran = [one for one in self._far_ahead(tenant) if now - one.admitted_at >= self._least_run(one)]
-        return sorted(ran, key=lambda one: -self.tenants[one.tenant].service)
+        return sorted(ran, key=self._gives_way, reverse=True)
 
     def _far_ahead(self, tenant: Tenant) -> list[Request]:
         """Running requests of tenants that are ahead of it by more than `min_run_seconds`, the newest first."""
