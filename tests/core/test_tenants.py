@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.harness import GREEDY, Harness, percent_right, prompt_of
 from paceline.core.config import PrefixScope, SchedulerConfig
@@ -473,11 +475,37 @@ def test_what_is_not_computed_of_a_prompt_is_not_paid_for(lag: int, gives_way: b
 
 def test_what_is_given_back_fills_no_bucket_beyond_its_size() -> None:
     account = Tenants({"a": TenantPolicy(tokens_per_second=10.0)}).get("a", 0.0)
-    account.spend(1000)
+    account.spend(1000, 0.0)
     assert account.seconds_until_tokens(50.0) == pytest.approx(49.0)
     account.give_back(1000)
-    account.spend(30)
+    account.spend(30, 50.0)
     assert account.seconds_until_tokens(50.0) == pytest.approx(2.0)
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(
+    events=st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(-20, 20), st.booleans()), min_size=1),
+    burst=st.floats(1.0, 50.0),
+)
+def test_a_bucket_does_not_depend_on_how_often_one_looks(events: list[tuple[float, int, bool]], burst: float) -> None:
+    """Each event: seconds after the last one, tokens that are spent or, below 0, given back, and whether somebody looks
+    at one of the two buckets before and after.
+    """
+    policy = TenantPolicy(tokens_per_second=7.0, burst_tokens=burst)
+    watched, unwatched = (Tenants({"a": policy}).get("a", 0.0) for _ in range(2))
+    now = 0.0
+    for seconds, tokens, looks in events:
+        if looks:
+            watched.seconds_until_tokens(now + seconds / 2)
+        now += seconds
+        for account in (watched, unwatched):
+            if tokens < 0:
+                account.give_back(-tokens)
+            else:
+                account.spend(tokens, now)
+        if looks:
+            watched.seconds_until_tokens(now)
+    assert unwatched.owes(0.0, now) == pytest.approx(watched.owes(0.0, now), abs=1e-9)
 
 
 def test_nothing_is_owed_for_the_time_without_a_rate() -> None:
@@ -485,20 +513,20 @@ def test_nothing_is_owed_for_the_time_without_a_rate() -> None:
     limited = TenantPolicy(tokens_per_second=10.0)
     tenants = Tenants({"a": limited})
     account = tenants.get("a", 0.0)
-    account.charge(1.0, 20)
+    account.spend(20, 0.0)
     tenants.set_policies({}, ONE_SHARE, 1.0)
-    account.charge(1.0, 100_000)
+    account.spend(100_000, 2.0)
     assert account.seconds_until_tokens(2.0) == 0.0
     tenants.set_policies({"a": limited}, ONE_SHARE, 2.0)
     assert account.seconds_until_tokens(2.0) == 0.0
-    account.charge(1.0, 30)
+    account.spend(30, 2.0)
     assert account.seconds_until_tokens(2.0) == pytest.approx(2.0), "a full bucket, and no more"
 
 
 def test_time_before_a_reload_is_counted_at_the_old_rate() -> None:
     tenants = Tenants({"a": TenantPolicy(tokens_per_second=1.0)})
     account = tenants.get("a", 0.0)
-    account.charge(1.0, 101)
+    account.spend(101, 0.0)
     tenants.set_policies({"a": TenantPolicy(tokens_per_second=10.0)}, ONE_SHARE, 50.0)
     assert account.seconds_until_tokens(50.0) == pytest.approx(5.0)
     tenants.set_policies({"a": TenantPolicy(tokens_per_second=1.0)}, ONE_SHARE, 53.0)
@@ -584,10 +612,10 @@ def test_idle_tenants_are_forgotten() -> None:
 def test_who_owes_is_remembered() -> None:
     """Tokens or service, though all tenants have a rate: of those who owe, the half that owes least goes first."""
     tenants = Tenants({}, TenantPolicy(tokens_per_second=10.0))
-    tenants.get("tokens", 0.0).spend(100_000)
+    tenants.get("tokens", 0.0).spend(100_000, 0.0)
     tenants.get("service", 0.0).charge(1e6)
     for index in range(3 * MOST_IDLE):
-        tenants.get(f"tenant {index}", 0.0).spend(index % 2)
+        tenants.get(f"tenant {index}", 0.0).spend(index % 2, 0.0)
     assert len(tenants) <= MOST_IDLE
     assert tenants["tokens"].seconds_until_tokens(0.0) == 9999.0
     assert tenants["service"].service == 1e6

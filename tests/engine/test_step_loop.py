@@ -127,7 +127,7 @@ def test_it_waits_for_tenants_tokens_and_tells_of_who_is_refused(launches: bool)
         clock.advance(seconds)
 
     engine.wait = wait
-    engine.scheduler.tenants.get("a", clock()).spend(10)
+    engine.scheduler.tenants.get("a", clock()).spend(10, clock())
     refused = engine.add(of("a", queue_timeout=1.0))
     steps = StepLoop(engine)
     while not engine.scheduler.refused:

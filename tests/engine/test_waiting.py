@@ -106,7 +106,7 @@ def test_a_step_waits_for_tokens(start: float) -> None:
 def test_a_step_does_not_wait_while_somebody_is_refused() -> None:
     engine = metered(1e-3)
     engine.wait = lambda seconds: pytest.fail("it waited")
-    engine.scheduler.tenants.get("a", engine.clock()).spend(10)
+    engine.scheduler.tenants.get("a", engine.clock()).spend(10, engine.clock())
     refused = engine.add(of("a", queue_timeout=1.0))
     kept = engine.add(of("a"))
     clock_of(engine).advance(1.0)
@@ -287,7 +287,7 @@ async def test_who_comes_at_the_moment_it_falls_asleep_is_served(lag: int) -> No
         return made
 
     async with running(engine, lag) as served:
-        engine.scheduler.tenants.get("a", engine.clock()).spend(10)
+        engine.scheduler.tenants.get("a", engine.clock()).spend(10, engine.clock())
         engine.plan = comes_late  # type: ignore[method-assign]
         stream = await served.submit(of("a"))
         await until(lambda: len(reading) == 5)
@@ -299,7 +299,7 @@ async def test_many_who_have_to_wait_cost_a_look_each() -> None:
     engine = metered(1e-3)
     plans = plans_of(engine)
     async with running(engine) as served:
-        engine.scheduler.tenants.get("a", engine.clock()).spend(10)
+        engine.scheduler.tenants.get("a", engine.clock()).spend(10, engine.clock())
         streams = []
         for _ in range(50):
             streams.append(await served.submit(of("a")))
@@ -392,7 +392,7 @@ async def test_time_that_ends_at_any_moment_on_its_way_is_no_mistake() -> None:
 async def asleep(lag: int) -> AsyncIterator[tuple[AsyncEngine, Stream]]:
     """An engine whose one request waits for tokens, for years."""
     engine = metered(1e-9)
-    engine.scheduler.tenants.get("a", engine.clock()).spend(10)
+    engine.scheduler.tenants.get("a", engine.clock()).spend(10, engine.clock())
     plans = plans_of(engine)
     async with running(engine, lag) as served:
         stream = await served.submit(of("a"))

@@ -414,7 +414,9 @@ class Scheduler:
                     self.tenants[request.tenant].charge(seconds, counts=counts)
                 continue
             request.charged_seconds += seconds
-            self.tenants[request.tenant].charge(seconds, len(sequence.token_ids), counts=counts)
+            account = self.tenants[request.tenant]
+            account.charge(seconds, counts=counts)
+            account.spend(len(sequence.token_ids), now)
             if sequence.error is not None:
                 if isinstance(sequence.error, NotFinite):
                     self.prefixes.forget(request)
@@ -655,7 +657,7 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
             # Before it is read, lest many prompts be let in at once; see `_end`.
             request.num_unread = request.num_to_compute
-            self.tenants[request.tenant].spend(request.num_unread)
+            self.tenants[request.tenant].spend(request.num_unread, now)
         step.admitted.append(
             Admission(
                 request.request_id,

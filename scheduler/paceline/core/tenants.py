@@ -95,8 +95,8 @@ class Tenant:
         """Places that are its own, where so many are for a weight of 1: no fewer than make one request a few."""
         return max(share * self.policy.weight, 1.0 / LIGHT)
 
-    def charge(self, seconds: float, tokens: int = 0, *, counts: bool = True) -> None:
-        """Book engine time, and tokens that came of it.
+    def charge(self, seconds: float, *, counts: bool = True) -> None:
+        """Book engine time.
 
         Args:
             counts: towards its turn, too.
@@ -104,14 +104,16 @@ class Tenant:
         self.charged_seconds += seconds
         if counts:
             self.service += seconds / self._weight
-        self._bucket -= tokens
 
-    def spend(self, tokens: int) -> None:
+    def spend(self, tokens: int, now: float) -> None:
         """Take tokens out of the bucket, which may end below 0."""
+        self._fill(now)  # or what had been full until now would fill up again for that time
         self._bucket -= tokens
 
     def give_back(self, tokens: int) -> None:
-        """Put tokens back that were spent in advance and not used."""
+        """Put tokens back that were spent in advance and not used. Whether what time brings comes before or after is
+        all the same.
+        """
         self._bucket = min(self.policy.burst, self._bucket + tokens)
 
     def seconds_until_tokens(self, now: float) -> float:
