@@ -14,11 +14,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.cost_model import CostModel
 from paceline.core.crowd import NOBODY, Crowd
 from paceline.core.deadlines import Deadlines
 from paceline.core.depth import StepLoad
@@ -440,9 +439,14 @@ class Scheduler:
         contexts = [request.num_tokens for request in self.running.values() if request.output_token_ids]
         if not contexts:
             return rows
-        rows = _rows_within(costs, contexts, limit, rows)
+        decodes, context = len(contexts), sum(contexts)
+
+        def seconds_with(rows: int) -> float:
+            return costs.target(decodes + rows, context, decodes)
+
+        rows = _rows_within(seconds_with, limit, rows)
         if pace < limit:
-            rows = max(_rows_within(costs, contexts, pace, rows), _rows_at(PACED_SPEED, costs, contexts, rows))
+            rows = max(_rows_within(seconds_with, pace, rows), _rows_at(PACED_SPEED, seconds_with, rows))
         return max(LEAST_ROWS, rows)
 
     def _prompt_rows(self, wanted: int, step: StepBuilder, budget: int) -> int:
@@ -915,22 +919,16 @@ class Scheduler:
                     assert end <= request.num_computed_tokens, f"block {block} is open"
 
 
-def _seconds_with(costs: CostModel, contexts: Sequence[int], rows: int) -> float:
-    """Of a step with so many rows of prompts beside decodes of such contexts."""
-    return costs.target(len(contexts) + rows, sum(contexts), len(contexts))
+def _rows_within(seconds_with: Callable[[int], float], seconds: float, most: int) -> int:
+    """How many rows of prompts, up to `most`, fit a step of so many seconds.
+
+    Args:
+        seconds_with: how long a step with so many takes.
+    """
+    return max(0, bisect_right(range(most + 1), seconds, key=seconds_with) - 1)
 
 
-def _rows_within(costs: CostModel, contexts: Sequence[int], seconds: float, most: int) -> int:
-    """How many rows of prompts, up to `most`, fit a step of so many seconds beside decodes."""
-    fitting = bisect_right(range(most + 1), seconds, key=lambda rows: _seconds_with(costs, contexts, rows))
-    return max(0, fitting - 1)
-
-
-def _rows_at(speed: float, costs: CostModel, contexts: Sequence[int], most: int) -> int:
-    """The fewest rows of prompts at which steps read so much of the tokens per second that they read with `most`."""
-    whole = _seconds_with(costs, contexts, most)
-
-    def gained(rows: int) -> float:
-        return rows * whole - speed * most * _seconds_with(costs, contexts, rows)
-
-    return bisect_left(range(most), 0.0, key=gained)
+def _rows_at(speed: float, seconds_with: Callable[[int], float], most: int) -> int:
+    """The fewest rows of prompts at which steps read that part of the tokens per second that they read with `most`."""
+    whole = seconds_with(most)
+    return bisect_left(range(most), 0.0, key=lambda rows: rows * whole - speed * most * seconds_with(rows))
