@@ -264,11 +264,11 @@ def test_short_of_memory_the_most_over_served_gives_way(lag: int) -> None:
     """And not whoever came last."""
     shop = Shop(lag=lag, num_blocks=14, block_size=2, max_num_seqs=2, max_model_len=28)
     # "a" owes a lot, and its request is the older one.
-    greedy, modest = shop.add_for("a", 6, 20), shop.add_for("b", 4, 16)
+    heavy, modest = shop.add_for("a", 6, 20), shop.add_for("b", 4, 16)
     shop.step()
     shop.scheduler.tenants["a"].charge(100.0)
     shop.drain()
-    assert greedy.num_preemptions > 0
+    assert heavy.num_preemptions > 0
     assert modest.num_preemptions == 0
 
 

@@ -48,9 +48,10 @@ class SchedulerConfig:
         min_run_seconds: that a request runs before it gives way to a tenant that is owed more, besides a multiple of
             what it took to its first token; and how far apart the two tenants must be, in seconds of service over
             weight.
-        max_slowdown: how many times as long steps become in the mean, as predicted, for requests of tenants that ask
-            for more than twice their share of places, where a tenant decodes in them that asks for a quarter of its own
-            at most; by more for tenants of more weight. They take turns, and draft nothing. Infinity sets no limit.
+        max_slowdown: how many times as long heavy tenants may make steps in which light ones decode, in the mean and as
+            predicted; if they have more weight than the light ones, they may add so many times more. Heavy is who asks
+            for more than twice its share of places, light who asks for a quarter of its share at most. Within the
+            limit requests of heavy tenants take turns, and draft nothing. Infinity sets no limit.
     """
 
     num_blocks: int

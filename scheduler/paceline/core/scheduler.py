@@ -405,7 +405,7 @@ class Scheduler:
             assert work.request_id == sequence.request_id, (work, sequence)
             assert request.pending[0] is work, (request.pending, work)
             request.pending = request.pending[1:]
-            # The crowd, which takes less of such a step than it might, shall not find itself owed for that.
+            # Heavy tenants, which take less of such a step than they might, shall not find themselves owed for that.
             counts = request.tenant not in light
             if request.status is FINISHED:
                 # What was computed for one that has ended meanwhile is paid for all the same, if it has an account.
@@ -454,7 +454,9 @@ class Scheduler:
         return max(0, min(wanted, budget, step.prompt_budget, self.config.long_prefill_threshold or wanted))
 
     def _next_crowd(self, now: float) -> Crowd:
-        """Of the step to come, as far as it is known before: not whether a light tenant decodes in it."""
+        """Heavy and light tenants of the step to come. Whether it is kept short is known only once those who are not
+        heavy have their rows.
+        """
         crowd = Crowd(self._crowd)
         if self.config.max_slowdown < math.inf and self.speculation.costs is not None and self.tenants.num_waiting:
             crowd.gather(
@@ -474,20 +476,20 @@ class Scheduler:
         return self._fits(missing, known) or self._would_suffice(self._far_ahead(tenant), missing, known)
 
     def _continue_running(self, step: StepBuilder) -> bool:
-        """Give running requests their rows, in the order of admission; those of the crowd come last, and take turns.
-        True if somebody had to be preempted.
+        """Give running requests their rows, in the order of admission; those of heavy tenants come last, and take
+        turns. True if somebody had to be preempted.
         """
         order, crowd, costs = list(self.running.values()), step.crowd, self.speculation.costs
         last: list[Request] = []
         behind, preempted = len(order), False
-        if crowd.greedy:
-            last = crowd.in_turn([request for request in order if request.tenant in crowd.greedy], self.tenants)
-            order = [request for request in order if request.tenant not in crowd.greedy]
+        if crowd.heavy:
+            last = crowd.in_turn([request for request in order if request.tenant in crowd.heavy], self.tenants)
+            order = [request for request in order if request.tenant not in crowd.heavy]
         for request in order:
             behind -= 1
             if self._continue(request, behind, step):
                 preempted = True
-        if crowd.greedy and costs is not None:
+        if crowd.heavy and costs is not None:
             crowd.limit(step.shares, step.budget, costs)
         for request in last:
             behind -= 1
@@ -508,8 +510,8 @@ class Scheduler:
         rows = wanted = request.num_to_compute if pending else request.num_tokens - request.num_computed_tokens
         if wanted > 1:
             rows = self._prompt_rows(wanted, step, step.budget - behind)
-        if rows and step.crowd.slowdown is not None:
-            rows = step.crowd.take_turn(request, rows, step.crowd.slowdown)
+        if rows:
+            rows = step.crowd.take_turn(request, rows)
         if not rows:
             return False
         end = rows + (request.most_tokens - wanted if pending else request.num_computed_tokens)
@@ -549,7 +551,7 @@ class Scheduler:
             except DeadlineExceeded as error:  # whose time was over has been refused already
                 self._refuse(request, error)
                 continue
-            slowdown = step.crowd.slowdown if tenant.name in step.crowd.greedy else None
+            slowdown = step.crowd.bound(tenant.name)
             if slowdown is not None and slowdown.is_full:
                 held_up.add(tenant)
                 continue
@@ -675,9 +677,9 @@ class Scheduler:
         )
         wanted = request.num_to_compute
         rows = self._prompt_rows(wanted, step, step.budget)
-        crowd = step.crowd
-        if crowd.slowdown is not None and request.tenant in crowd.greedy:
-            rows = max(1, crowd.slowdown.take(rows, request.num_computed_tokens))
+        slowdown = step.crowd.bound(request.tenant)
+        if slowdown is not None:
+            rows = max(1, slowdown.take(rows, request.num_computed_tokens))
         step.add(self._share(request, rows, rows == wanted, request.num_computed_tokens + rows, blocks))
 
     def _share(self, request: Request, rows: int, samples: bool, end: int, blocks: tuple[int, ...]) -> Share:
@@ -698,11 +700,11 @@ class Scheduler:
 
     def _add_drafts(self, step: StepBuilder) -> None:
         """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
-        shares, highest, crowd = [], [], step.crowd
+        shares, highest = [], []
         for share in step.shares:
             if share.rows > 1 or not share.samples or not share.request.methods:
                 continue
-            if crowd.slowdown is not None and share.request.tenant in crowd.greedy:
+            if step.crowd.bound(share.request.tenant) is not None:
                 continue
             if limits := self._drafters(share.request):
                 shares.append(share)
@@ -727,12 +729,12 @@ class Scheduler:
                 share.method = chosen.method
 
     def _load(self, step: StepBuilder) -> StepLoad:
-        """What drafts come on top of. Where a crowd fills up what others have left, they choose as if it were not
-        there, lest every step asked for other depths.
+        """What drafts come on top of. Where heavy tenants fill up what others have left, they choose as if those were
+        not there, lest every step asked for other depths.
         """
-        shares, crowd = step.shares, step.crowd
-        if crowd.slowdown is not None:
-            shares = [share for share in shares if share.request.tenant not in crowd.greedy]
+        shares = step.shares
+        if step.crowd.slowdown is not None:
+            shares = [share for share in shares if step.crowd.bound(share.request.tenant) is None]
         rows = context = sampling = 0
         for share in shares:
             rows += share.rows

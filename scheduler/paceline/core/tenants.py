@@ -19,8 +19,8 @@ from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
 from paceline.errors import InvalidArgument
 
 EMPTY: Final = 1e-6  # tokens that a bucket may lack by rounding
-# Of its share of places: what a tenant has to ask for to be held back for others, and what those ask for at most.
-GREED, LIGHT = 2.0, 0.25
+# Times its share of places: a tenant that asks for more is heavy, one that asks for no more is light.
+HEAVY, LIGHT = 2.0, 0.25
 MOST_IDLE: Final = 1024  # tenants that are remembered although they have no requests
 MOST_CREDIT: Final = (
     10.0  # seconds of service over weight that a tenant is owed that comes where others have run for long
@@ -264,16 +264,16 @@ class Tenants:
         return best
 
     def crowd(self, places: int) -> tuple[list[Tenant], list[Tenant]]:
-        """Those that have requests waiting and ask for far more than their share of so many places; and, if there are
-        any, those that run some and ask for few.
+        """Heavy tenants: they have requests waiting and ask for far more than their share of so many places. And, if
+        there are any, light ones: they have requests running and ask for few.
         """
         weight = sum([tenant.policy.weight for tenant in self._tenants.values() if tenant.is_live])
         share = places / weight  # for a weight of 1
-        greedy = [one for one in self._waiting.values() if one.asks_for > GREED * one.own(share)]
-        if not greedy:
+        heavy = [one for one in self._waiting.values() if one.asks_for > HEAVY * one.own(share)]
+        if not heavy:
             return [], []
         live = self._tenants.values()
-        return greedy, [one for one in live if one.num_running and one.asks_for <= LIGHT * one.own(share)]
+        return heavy, [one for one in live if one.num_running and one.asks_for <= LIGHT * one.own(share)]
 
     def give_way(self, name: str, count: int, missing: int) -> list[Request | Places]:
         """Who leaves so many places in a full queue to `count` more of this tenant: of the tenant that has most of them
