@@ -504,17 +504,16 @@ class Scheduler:
             behind: requests that come after it. One row stays reserved for each: a long prompt never stops their
                 decodes.
         """
-        pending = request.pending
-        if request.status is not RUNNING or (pending and request.surely_ends):
+        if request.status is not RUNNING or request.surely_ends:
             return False
-        rows = wanted = request.num_to_compute if pending else request.num_tokens - request.num_computed_tokens
+        rows = wanted = request.num_to_compute
         if wanted > 1:
             rows = self._prompt_rows(wanted, step, step.budget - behind)
         if rows:
             rows = step.crowd.take_turn(request, rows)
         if not rows:
             return False
-        end = rows + (request.most_tokens - wanted if pending else request.num_computed_tokens)
+        end = request.most_tokens - wanted + rows
         preempted = False
         while (blocks := self.kv.grow(request.request_id, end)) is None:
             victim = self._victim()
