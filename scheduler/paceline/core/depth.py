@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -160,6 +161,16 @@ def slots_of(chosen: list[Chosen]) -> int:
     for choice in chosen:
         slots += choice.depth
     return slots
+
+
+def passes_of(depths: Sequence[int]) -> list[int]:
+    """Sequences in each pass of the draft model, given how deep it drafts for each request."""
+    passes: list[int] = []
+    for depth in depths:
+        passes.extend([0] * (depth - len(passes)))
+        for number in range(depth):
+            passes[number] += 1
+    return passes
 
 
 def offer_by(method: Method, candidate: DepthCandidate) -> Offer | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline.core.depth import NOTHING, Chosen, DepthCandidate, offer_by, slots_of
+from paceline.core.depth import NOTHING, Chosen, DepthCandidate, offer_by, passes_of, slots_of
 from paceline.core.method import DRAFT_MODEL, NGRAM
 from paceline.core.prices import Prices
 from paceline.core.slot_order import Run, best_count, best_depths, cut, in_all
@@ -108,7 +108,7 @@ class NgramProblem:
     def _value(self, chosen: list[Chosen], slot_prices: list[float]) -> float:
         """Tokens that drafts bring beyond what they cost, verified and drafted."""
         value, slots, forward = 0.0, 0, 0.0
-        drafting: list[int] = []  # sequences by draft pass
+        depths: list[int] = []  # by the draft model
         for candidate, choice in zip(self.candidates, chosen):
             if not choice.depth:
                 continue
@@ -119,7 +119,5 @@ class NgramProblem:
             if choice.method is DRAFT_MODEL:
                 rows, own = self.prices.of_rows_and_forward(candidate, offer)
                 value, forward = value - rows, max(forward, own)
-                drafting += [0] * (choice.depth - len(drafting))
-                for number in range(choice.depth):
-                    drafting[number] += 1
-        return value - forward - slot_prices[slots] - self.prices.of_passes(drafting)
+                depths.append(choice.depth)
+        return value - forward - slot_prices[slots] - self.prices.of_passes(passes_of(depths))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import Chosen, DepthCandidate, Offer, StepLoad, offer_by
+from paceline.core.depth import Chosen, DepthCandidate, Offer, StepLoad, offer_by, passes_of
 from paceline.core.method import DRAFT_MODEL
 
 SHORTEST: Final = 1e-9  # seconds that any step takes
@@ -37,12 +37,13 @@ class PricedStep:
         self.slots = 0
         self.catch_up = 0
         self.tokens = float(load.sampling)
-        self._passes: list[int] = []  # sequences in each
+        self._passes = passes_of([choice.depth for choice in chosen if choice.method is DRAFT_MODEL])
         for candidate, choice in zip(candidates, chosen):
             offer = offer_by(choice.method, candidate)
             if choice.depth and offer is not None:
                 self.tokens += sum(offer.survivals[: choice.depth])
-                self._book(offer, 0, choice.depth)
+                self.slots += choice.depth
+                self.catch_up += offer.catch_up
         self.seconds = self._predict()
 
     def seconds_of_one_more(self, index: int, offer: Offer) -> float:
@@ -78,19 +79,14 @@ class PricedStep:
     def draft_one_more(self, index: int, offer: Offer) -> None:
         depth = self.chosen[index].depth
         self.chosen[index] = Chosen(offer.method, depth + 1)
-        self._book(offer, depth, depth + 1)
-
-    def _book(self, offer: Offer, before: int, after: int) -> None:
-        """Let a request draft by `after` instead of `before`."""
-        self.slots += after - before
+        self.slots += 1
         if offer.method is not DRAFT_MODEL:
             return
-        if before == 0:
+        if depth == 0:
             self.catch_up += offer.catch_up
-        for position in range(before, after):
-            if position == len(self._passes):
-                self._passes.append(0)
-            self._passes[position] += 1
+        if depth == len(self._passes):
+            self._passes.append(0)
+        self._passes[depth] += 1
 
     def _predict(self) -> float:
         load = self.load

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from paceline.core.cost_model import CostModel
-from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, StepLoad, offer_by
+from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, StepLoad, offer_by, passes_of
 from paceline.core.method import DRAFT_MODEL
 from paceline.core.slot_order import ASKED, Run, cut, in_all
 
@@ -150,7 +150,8 @@ class SlotProblem:
         """
         alone = [self.second * table[1] for table in (self.first_pass, self.later_pass)]
         shared = [self.second * _mean_rise(self.first_pass[1:]), self.pass_price]
-        counts = [sum([depth > number for depth in best.depths]) for number in range(best.passes + 1)]
+        counts = passes_of(best.depths)
+        counts += [0] * (best.passes + 1 - len(counts))
         return [(shared if count > 1 else alone)[min(number, 1)] for number, count in enumerate(counts)]
 
     def next_price(self, best: BestSlots) -> float:

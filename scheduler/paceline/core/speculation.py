@@ -10,7 +10,7 @@ from typing import Final
 from paceline.core.acceptance import MODEL_TRAITS, NGRAM_TRAITS, AcceptanceModel
 from paceline.core.calibration import Calibration
 from paceline.core.cost_model import DECODE, MIXED, VERIFY, CostModel, StepShape
-from paceline.core.depth import Chosen, DepthCandidate, Offer, Outcome, StepLoad
+from paceline.core.depth import Chosen, DepthCandidate, Offer, Outcome, StepLoad, passes_of
 from paceline.core.depth_choices import choose_depths
 from paceline.core.depth_policy import DepthPolicy
 from paceline.core.method import DRAFT_MODEL, NGRAM, Method
@@ -285,13 +285,11 @@ def _shape(
     works: tuple[SequenceWork, ...], results: tuple[SequenceResult, ...], context: int, first_rows: int
 ) -> StepShape:
     """The step as it was executed: an n-gram may have proposed less than was planned, and a grammar all there was."""
-    passes: list[int] = []  # sequences in each
+    depths: list[int] = []  # by the draft model
     read = tokens = samples = slots = 0
     for work, result in zip(works, results):
         if work.num_drafts and work.method is DRAFT_MODEL and not result.is_forced:
-            passes.extend([0] * (work.num_drafts - len(passes)))
-            for number in range(work.num_drafts):
-                passes[number] += 1
+            depths.append(work.num_drafts)
         if work.draft_catch_up:
             read += rows_read(work, result, first_rows)
         tokens += work.num_tokens
@@ -299,4 +297,4 @@ def _shape(
         slots += result.num_drafted
     is_mixed = tokens > len(works) or samples < len(works)
     kind = MIXED if is_mixed else VERIFY if slots else DECODE
-    return StepShape(tokens + slots, context, tuple(passes), read, kind, len(works))
+    return StepShape(tokens + slots, context, tuple(passes_of(depths)), read, kind, len(works))

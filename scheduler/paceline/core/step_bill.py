@@ -66,11 +66,9 @@ def write_bill(
         rows = shape.rows
         charges = [seconds * (work.num_tokens + result.num_drafted) / rows for work, result in zip(works, results)]
         return StepBill(charges, [FREE] * len(works))
-    slots = read = samples = 0
+    slots = samples = 0
     for work, result in zip(works, results):
         slots += result.num_drafted
-        if work.draft_catch_up:
-            read += rows_read(work, result, costs.first_rows)
         samples += work.samples
     plain = costs.target(shape.rows - slots, 0, shape.sequences)
     without = costs.target(shape.rows - slots, shape.context, shape.sequences)
@@ -81,7 +79,7 @@ def write_bill(
     stretch = seconds / predicted if predicted > 0.0 else 0.0
     per_row = stretch * plain / max(1, shape.rows - slots)
     per_context = stretch * (without - plain) / max(1, shape.context)
-    per_read = stretch * reading / max(1, read)
+    per_read = stretch * reading / max(1, shape.draft_rows)
     per_token = without / max(1, samples)
     charges, drafts = [], []
     # One loop over plain numbers: there is an entry for every request at every step.
