@@ -153,8 +153,8 @@ class AcceptanceModel:
         return survivals
 
     def survivals_behind(self, tenant: str, request: Residual, depth: int, agreed: int, awaited: int) -> list[float]:
-        """The same of drafts by n-grams behind tokens that are not known yet. If those are as the match says, it goes
-        on behind them; else what comes is by a new match.
+        """The same of drafts by n-grams behind tokens that are not known yet. If the match holds for all of these, the
+        drafts continue it; if not, they begin a new one. Both are weighted by how likely the match is to hold.
 
         Args:
             agreed: positions before those tokens.

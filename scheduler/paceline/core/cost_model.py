@@ -310,15 +310,16 @@ class CostModel:
         return _TargetError(shape.rows, predicted, _bounded_error(observed, predicted))
 
     def _correct_rises(self, fewer: _TargetError, more: _TargetError) -> None:
-        """What more rows cost, by two steps that follow each other: whatever else has changed has done so for both, by
-        as many seconds: memory, as far as it does not hide what rows cost. (By shares it would be a clock; of one that
-        has slowed down, this learns at once what it adds to each row.)
+        """Correct what rows cost, by two steps that follow each other and differ in rows.
 
-        They teach as far as what is in doubt about the rows between them exceeds what steps differ by anyway, and the
-        rise that the more of it is in doubt learns the more (a Kalman filter for the relative errors of all rises;
-        Kalman, 1960): a single step of half the rows says a lot where there was none before, many of one row more or
-        less say little, and rows that have cost nothing hardly answer for a stair behind them. Alone, they learn
-        theirs.
+        Their errors are compared in seconds: what has become slower for both by as many seconds, as memory does, does
+        not count as a price of rows. A slower clock does, and what it adds to each row is learned at once.
+
+        How far they teach depends on doubt (a Kalman filter for the relative errors of all rises; Kalman, 1960). The
+        more the rises between the two are in doubt, compared with the noise by which any two steps differ, the more
+        all of them learn; and each learns in proportion to its own doubt. So a single step of half the rows says a lot
+        where there was none before, and many steps of one row more or less say little. A rise that was nothing takes
+        little of an error that it shares with a stair behind it, and all of one that it has for itself.
         """
         error = (more.seconds - fewer.seconds) / more.predicted
         error = min(max(error, -LARGEST_RISE_ERROR), LARGEST_RISE_ERROR)

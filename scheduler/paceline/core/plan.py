@@ -115,7 +115,9 @@ class SequenceWork:
         return self.num_tokens + self.num_drafts
 
     def rows_read(self, first_rows: int) -> int:
-        """That the draft model reads, besides the `first_rows` that a sequence has in its first pass, if it drafts."""
+        """Rows that the draft model reads for this work besides its passes. If it drafts, its first pass reads the last
+        `first_rows` tokens of what it has to catch up on.
+        """
         if self.num_drafts and self.method is DRAFT_MODEL:
             return max(0, self.draft_catch_up - first_rows)
         return self.draft_catch_up

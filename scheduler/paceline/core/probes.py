@@ -1,4 +1,4 @@
-"""What is tried to learn from it, beside what pays: drafts, and steps without any; and the time set aside for that."""
+"""Probes: drafts, and steps without drafts, that do not pay but teach something, within time set aside for them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ FINISHED: Final = RequestStatus.FINISHED
 
 
 class Request:
-    """Mutated by the scheduler only.
+    """One completion that is asked for: what was asked, how far it is, and what is known of its drafts.
+
+    Mutated by the scheduler, and for it by `Prefixes`, which knows what is computed, and by `SpeculationControl`, which
+    knows what drafts brought. Only `companion` is for whoever uses the scheduler.
 
     Attributes:
         params: what the runner has to know about it.

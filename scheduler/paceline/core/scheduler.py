@@ -59,7 +59,8 @@ from paceline.errors import (
     Unavailable,
 )
 
-PACED_SPEED: Final = 0.5  # of the tokens per second that full steps read of prompts: what a request's pace leaves them
+# However short steps must be for a request's pace, they read prompts at least at this part of the speed of full ones.
+PACED_SPEED: Final = 0.5
 MOST_DOUBLINGS: Final = 40  # of the time for which a request runs before it gives way
 SHORTEST_RUN: Final = 1e-3  # seconds for which it runs in any case: there is something to double
 STAY: Final = 2.0  # times what it took to its first token: so long a request runs at least
@@ -682,9 +683,9 @@ class Scheduler:
         step.add(self._share(request, rows, rows == wanted, request.num_computed_tokens + rows, blocks))
 
     def _share(self, request: Request, rows: int, samples: bool, end: int, blocks: tuple[int, ...]) -> Share:
-        """Target rows for one request. While draft models draft, and are likely to go on when all have come that wait
-        and have room, as far as blocks and places tell, the request's reads along with its prompt; else it catches up
-        when it is asked for a draft.
+        """What one request gets of the step. Its draft model reads a prompt along with the target, if drafts are to be
+        expected when all decode that run and all that blocks and places let in of those that wait; else it catches up
+        when it is first asked for a draft.
         """
         share = Share(request, rows, samples, end, blocks)
         share.scores_ngram = samples and NGRAM in request.limits

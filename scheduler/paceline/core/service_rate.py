@@ -122,8 +122,9 @@ class ServiceRate:
 
 
 def _kind(max_tokens: int | None) -> tuple[int, int]:
-    """Of a request with such a limit, none of which is twice another of its kind; and the tokens that its length is a
-    share of, or one, where it is told in tokens.
+    """The kind of requests with that limit, and the unit, in tokens, that their lengths are told in. Limits with the
+    same number of binary digits are one kind, whose lengths are shares of the limit. Requests without a limit are a
+    kind, too, whose lengths are tokens.
     """
     return (UNLIMITED, 1) if max_tokens is None else (max_tokens.bit_length(), max_tokens)
 

@@ -275,8 +275,8 @@ class SpeculationControl:
 
 
 def _agreed(request: Request, method: Method) -> int:
-    """Positions before the first draft: what n-grams propose after a match is like what they propose after one that is
-    shorter by a token, and that token.
+    """Positions that count as kept before the first draft. For n-grams, a match is taken for a match of its first
+    token, and each token behind that for a draft that was kept.
     """
     return request.match - 1 if method is NGRAM and request.match else 0
 

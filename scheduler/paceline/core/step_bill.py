@@ -104,7 +104,7 @@ def write_bill(
 
 
 def rows_read(work: SequenceWork, result: SequenceResult, first_rows: int) -> int:
-    """See `SequenceWork.rows_read`; what is forced has no pass."""
+    """Rows that the draft model read for one work besides its passes. Of drafts that a grammar forced it made none."""
     return work.draft_catch_up if result.is_forced else work.rows_read(first_rows)
 
 
