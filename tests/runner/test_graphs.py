@@ -11,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core import cost_model
+from paceline.engine.profile_shapes import MOST_DRAFTED_ROWS
 from paceline.runner.graphs import ROW_BUCKETS, Graphs, StepSizes
 from paceline_kernels.recording import record
 
@@ -43,6 +45,15 @@ def test_no_size_is_recorded_twice() -> None:
         for max_depth in (0, 8):
             recorded = list(StepSizes(max_num_seqs, max_depth).all())
             assert len(recorded) == len(set(recorded))
+
+
+def test_steps_are_priced_at_the_sizes_at_which_they_are_recorded() -> None:
+    """Cost is flat up to a recorded size and rises behind it: the cost model needs a bucket at every such size, and
+    where the stairs are wide, up to the rows that decodes with drafts have, one behind it, too.
+    """
+    priced = set(cost_model.ROW_BUCKETS)
+    assert priced >= set(ROW_BUCKETS)
+    assert priced >= {rows + 1 for rows in ROW_BUCKETS if 128 <= rows < MOST_DRAFTED_ROWS}
 
 
 class Recording:
