@@ -126,17 +126,26 @@ def measure(
     max_tokens: int,
     samples: int,
 ) -> list[Cell]:
-    """Complete every prompt `samples` times under each rule; seeds, where the rule has them, differ."""
+    """Complete every prompt `samples` times under each rule."""
     cells = [Cell(rule, temperature) for temperature in temperatures for rule in RULES]
     for cell in track(cells, description="measuring"):
-        with recording(engine) as recorder:
-            for sample in range(samples):
-                for index, prompt in enumerate(prompts):
-                    engine.add(_request(prompt, cell, depth, max_tokens, seed=sample * len(prompts) + index))
-                while engine.has_work:
-                    engine.step()
-        cell.tallies = list(recorder.tallies.values())
+        fill(cell, engine, prompts, depth, max_tokens, samples)
     return cells
+
+
+def fill(
+    cell: Cell, engine: Engine, prompts: Sequence[str | tuple[int, ...]], depth: int, max_tokens: int, samples: int
+) -> None:
+    """Complete every prompt `samples` times by the cell's rule, which gets a tally of each; seeds, where the rule has
+    them, differ.
+    """
+    with recording(engine) as recorder:
+        for sample in range(samples):
+            for index, prompt in enumerate(prompts):
+                engine.add(_request(prompt, cell, depth, max_tokens, seed=sample * len(prompts) + index))
+            while engine.has_work:
+                engine.step()
+    cell.tallies = list(recorder.tallies.values())
 
 
 def _request(prompt: str | tuple[int, ...], cell: Cell, depth: int, max_tokens: int, seed: int) -> GenerationRequest:

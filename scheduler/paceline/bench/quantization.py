@@ -14,11 +14,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import kl_div, nll_loss
 
-from paceline.bench.acceptance import Cell, Interval, recording
+from paceline.bench.acceptance import Cell, Interval, fill
 from paceline.bench.console import console
-from paceline.core.method import Method
-from paceline.core.params import SamplingParams, SpeculationParams, StopParams, Verification
-from paceline.engine import Engine, GenerationRequest
+from paceline.core.params import Verification
 from paceline.engine.tokenizer import TransformersTokenizer
 from paceline.models import Model, load_native
 from paceline.models.tokenizer import load_tokenizer
@@ -153,28 +151,9 @@ def measure_acceptance(
         )
         # A second greedy completion would be the first again, and narrow the interval without telling anything.
         for cell, times in ((Cell(Verification.GREEDY, 0.0), 1), (Cell(Verification.BLOCK, 1.0), samples)):
-            _complete(engine, cell, list(prompts) * times, depth, max_tokens)
+            fill(cell, engine, prompts, depth, max_tokens, times)
             found.append(AcceptanceLength(target_weights, draft_weights, cell))
     return found
-
-
-def _complete(
-    engine: Engine, cell: Cell, prompts: Sequence[str | tuple[int, ...]], depth: int, max_tokens: int
-) -> None:
-    """Fill the tallies of the cell, one a prompt."""
-    with recording(engine) as recorder:
-        for prompt in prompts:
-            engine.add(
-                GenerationRequest(
-                    prompt,
-                    SamplingParams(temperature=cell.temperature),
-                    StopParams(max_tokens=max_tokens, ignore_eos=True),
-                    SpeculationParams(Method.DRAFT_MODEL, depth, depth, cell.rule),
-                )
-            )
-        while engine.has_work:
-            engine.step()
-    cell.tallies = list(recorder.tallies.values())
 
 
 def summary(accuracies: dict[str, list[Accuracy]], lengths: list[AcceptanceLength]) -> dict[str, Any]:
