@@ -29,7 +29,7 @@ from paceline.bench import (
 )
 from paceline.bench.limits import measuring, memory
 from paceline.bench.limits.results import Figure, Memory, Passes
-from paceline.bench.limits.work import matrix_elements, prefill_operations, streamed_bytes
+from paceline.bench.limits.work import prefill_operations, streamed_bytes
 from paceline.bench.setting import parse_settings
 from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
 from paceline.cli import app, main
@@ -39,6 +39,7 @@ from paceline.core.params import SamplingParams, SpeculationParams, StopParams, 
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument, NotWritten
 from paceline.models import load_model_config
+from paceline.models.weights import matrix_elements
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels.cpu import ceilings
 from support import quick_start

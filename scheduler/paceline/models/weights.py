@@ -8,26 +8,26 @@ from paceline.models.config import ModelConfig
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Of all weights; a tied head counts once."""
+    """Count all weights; a tied head counts once."""
     tables = 1 if config.tie_word_embeddings else 2
-    return tables * config.vocab_size * config.hidden_size + _in_matrices(config) + _in_vectors(config)
+    return tables * config.vocab_size * config.hidden_size + matrix_elements(config) + _in_vectors(config)
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, int8: bool = False) -> int:
-    """In memory, at least: weights of 8 bits come with scales, which are left out here."""
-    matrices = _in_matrices(config)
+    """Bytes that all weights take, at least: those of 8 bits come with scales, which are left out here."""
+    matrices = matrix_elements(config)
     return (num_parameters(config) - matrices) * dtype.itemsize + matrices * (1 if int8 else dtype.itemsize)
 
 
-def _in_matrices(config: ModelConfig) -> int:
-    """Of the layers."""
+def matrix_elements(config: ModelConfig) -> int:
+    """Count the weights that the matrices of all layers hold, without the head."""
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (query + 2 * kv) + query * config.hidden_size
     return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
 def _in_vectors(config: ModelConfig) -> int:
-    """Norms and biases."""
+    """Count those in norms and biases."""
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = 2 * config.hidden_size
     layer += 2 * config.head_dim if config.qk_norm else 0
