@@ -9,11 +9,8 @@ flood in turns (A B A B). The longest step is taken for the longest gap between 
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Annotated
@@ -25,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.client import AsyncClient, RpcError
+from paceline.demo.server import server
 
 TENANTS = """
 [tenants.steady]
@@ -50,23 +48,6 @@ class Seen:
 
     def p99(self) -> float:
         return float(np.percentile(self.first, 99))
-
-
-@asynccontextmanager
-async def _server(model: str, draft: str, options: Sequence[str]) -> AsyncIterator[str]:
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(TENANTS)
-        file.flush()
-        command = ["-m", "paceline", "serve", "--model", model, "--draft", draft, "--port", "0", *options]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, "--tenants", file.name, stdout=asyncio.subprocess.PIPE
-        )
-        assert process.stdout is not None
-        try:
-            yield (await process.stdout.readline()).split()[-1].decode()
-        finally:
-            process.terminate()
-            await process.wait()
 
 
 async def _steady(client: AsyncClient, seen: Seen, requests: int, prompt: list[int], tokens: int) -> None:
@@ -132,8 +113,12 @@ def main(
     """Measure, and print a table with the bars."""
 
     async def run() -> tuple[Seen, Seen]:
-        async with _server(model, draft, option or []) as address:
-            return await _measure(address, requests, rounds, streams, tokens)
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+            file.write(TENANTS)
+            file.flush()
+            options = ("--model", model, "--draft", draft, "--tenants", file.name, *(option or []))
+            async with server(*options) as address:
+                return await _measure(address, requests, rounds, streams, tokens)
 
     alone, beside = uvloop.run(run())
     bound = 2.0 * alone.p99() + 2.0 * beside.longest_gap

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from statistics import median
 
 import uvloop
@@ -15,6 +12,7 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline.client import AsyncClient, Completion
+from paceline.demo.server import server
 from paceline_loadtest import GrpcClient, LoadConfig, Report, RequestOptions, load_prompts, plan, run_load
 
 STREAMS = 8
@@ -38,30 +36,13 @@ def main() -> int:
 
 
 async def _run() -> int:
-    async with _server() as target:
+    async with server("--model", "demo", "--draft", "demo") as target:
         CONSOLE.print(f"[bold]server[/] on {target}, embedded pair, {STREAMS} streams at once\n")
         async with AsyncClient(target) as client:
             await _show_texts(client)
             reports = await _measure(client)
     CONSOLE.print(_table(reports))
     return 0 if all(report.failed == 0 for rounds in reports.values() for report in rounds) else 1
-
-
-@asynccontextmanager
-async def _server() -> AsyncIterator[str]:
-    """Start `paceline serve` in a process of its own; yields HOST:PORT, and stops the server gracefully."""
-    command = (sys.executable, "-m", "paceline", "serve", "--model", "demo", "--draft", "demo", "--port", "0")
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        line = (await process.stdout.readline()).decode().strip()
-        if not line.startswith("serving on "):
-            raise RuntimeError(f"the server did not start (exit code {await process.wait()})")
-        yield line.removeprefix("serving on ")
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        await process.wait()
 
 
 async def _show_texts(client: AsyncClient) -> None:
