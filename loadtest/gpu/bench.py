@@ -2,7 +2,7 @@
 
     python loadtest/gpu/bench.py [--only decode,host] [--seconds-per 15] [--json FILE]
 
-The embedded pair is widened to 8 and 1 billion parameters. A section that fails says so, and the next one follows.
+The embedded pair is widened to 7 and 1 billion parameters. A section that fails says so, and the next one follows.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class RandomLoad:
         found = self._not_repeated(done) + self._changed()
         # Of all that was live before, the runner has been told by now that it has ended.
         found += [one for one in remainders(self.engine, self._runner) if one not in left]
-        done, self._done = [], []
+        self._done = []  # those that were computed again just now
         self._footprints.append(Footprint.now(self.engine))
         found += self._footprints[-1].growth(self._footprints[0])
         self._report()
