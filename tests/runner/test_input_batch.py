@@ -5,13 +5,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.runner.input_batch import MOST_ROOMS, InputBatch, Run, flatten
+from paceline.runner.input_batch import MOST_ROOMS, InputBatch, TokenRun, flatten
 
 CPU = torch.device("cpu")
 
 
 def test_rows_of_a_mixed_batch() -> None:
-    runs = [Run([7, 2], start=3, token_ids=[10, 11, 12]), Run([5], start=0, token_ids=[20]), Run([1, 9], 4, [30, 31])]
+    runs = [
+        TokenRun([7, 2], start=3, token_ids=[10, 11, 12]),
+        TokenRun([5], start=0, token_ids=[20]),
+        TokenRun([1, 9], 4, [30, 31]),
+    ]
     token_ids, batch = flatten(runs, block_size=4, device=CPU)
     assert token_ids.tolist() == [10, 11, 12, 20, 30, 31]
     assert batch.positions.tolist() == [3, 4, 5, 0, 4, 5]
@@ -28,7 +32,9 @@ def test_random_batches_agree_with_a_loop_over_tokens() -> None:
         runs = []
         for index in range(int(rng.integers(1, 6))):
             start, count = int(rng.integers(0, 12)), int(rng.integers(1, 9))
-            runs.append(Run(blocks[index * 8 : index * 8 + 8].tolist(), start, rng.integers(0, 99, count).tolist()))
+            runs.append(
+                TokenRun(blocks[index * 8 : index * 8 + 8].tolist(), start, rng.integers(0, 99, count).tolist())
+            )
         token_ids, batch = flatten(runs, block_size=3, device=CPU)
         expected = [
             (token, run.start + i, run.block_ids[(run.start + i) // 3] * 3 + (run.start + i) % 3)
@@ -40,7 +46,7 @@ def test_random_batches_agree_with_a_loop_over_tokens() -> None:
 
 
 def test_blocks_reserved_beyond_the_rows_are_left_out() -> None:
-    _, batch = flatten([Run([4, 5, 6], start=0, token_ids=[1, 2])], block_size=2, device=CPU)
+    _, batch = flatten([TokenRun([4, 5, 6], start=0, token_ids=[1, 2])], block_size=2, device=CPU)
     assert batch.block_tables.tolist() == [[4]]
 
 
@@ -53,7 +59,7 @@ def test_arrays_of_an_earlier_batch_keep_nothing_of_it() -> None:
         runs = []
         for _ in range(int(rng.integers(1, 4))):
             start, count = int(rng.integers(0, 9)), int(rng.integers(1, 3))
-            runs.append(Run(rng.integers(1, 6, 4).tolist(), start, rng.integers(0, 99, count).tolist()))
+            runs.append(TokenRun(rng.integers(1, 6, 4).tolist(), start, rng.integers(0, 99, count).tolist()))
         ahead = int(rng.integers(0, 3))
         (token_ids, batch), (expected_ids, expected) = inputs.flatten(runs, ahead), flatten(runs, 3, CPU, ahead)
         assert token_ids.tolist() == expected_ids.tolist()
@@ -69,11 +75,11 @@ def test_arrays_of_an_earlier_batch_keep_nothing_of_it() -> None:
 
 def test_a_shape_that_comes_again_has_the_same_arrays() -> None:
     inputs = InputBatch(block_size=4, device=CPU)
-    first = inputs.flatten([Run([1], start=0, token_ids=[7])])
-    second = inputs.flatten([Run([2], start=1, token_ids=[8])])
+    first = inputs.flatten([TokenRun([1], start=0, token_ids=[7])])
+    second = inputs.flatten([TokenRun([2], start=1, token_ids=[8])])
     assert second[0] is first[0]
     assert second[1].block_tables is first[1].block_tables
     assert second[1].positions.tolist() == [1], "what was worked out from the first is not kept"
     for rows in range(2, 2 + MOST_ROOMS):
-        inputs.flatten([Run([1] * rows, start=0, token_ids=[7] * rows)])
-    assert inputs.flatten([Run([2], start=1, token_ids=[8])])[0] is not first[0], "there are not more and more"
+        inputs.flatten([TokenRun([1] * rows, start=0, token_ids=[7] * rows)])
+    assert inputs.flatten([TokenRun([2], start=1, token_ids=[8])])[0] is not first[0], "there are not more and more"

@@ -21,7 +21,7 @@ from paceline.engine.tokenizer import TransformersTokenizer
 from paceline.models import Model, load_native
 from paceline.models.tokenizer import load_tokenizer
 from paceline.runner import KVCache
-from paceline.runner.input_batch import Run, flatten
+from paceline.runner.input_batch import TokenRun, flatten
 from paceline.wiring import EngineSettings, build_engine
 
 REFERENCE = "float32"
@@ -91,7 +91,7 @@ class Reader:
 
     def log_probs(self, token_ids: list[int]) -> Iterator[Tensor]:
         """What may follow each token, [rows, vocab] float64, `ROWS` at a time."""
-        rows, batch = flatten([Run(self._block_ids, 0, token_ids)], BLOCK_SIZE, self._model.device)
+        rows, batch = flatten([TokenRun(self._block_ids, 0, token_ids)], BLOCK_SIZE, self._model.device)
         for hidden in torch.split(self._model.forward(rows, batch, self._kv_cache), ROWS):
             # In 64 bits, because most divergences are below the rounding of 32.
             yield self._model.logits(hidden).double().log_softmax(-1)

@@ -20,7 +20,7 @@ WIDTH_STEP: Final = 8  # blocks: tables that grow with their sequences have othe
 
 # Not frozen: docs/decisions/012.
 @dataclass(slots=True)
-class Run:
+class TokenRun:
     """Consecutive tokens of one sequence: the first stands at position `start`; its KV goes to `block_ids`."""
 
     block_ids: list[int]
@@ -38,7 +38,7 @@ class InputBatch:
         self.device = device
         self._rooms: dict[tuple[int, int, int], _Room] = {}  # by shape
 
-    def flatten(self, runs: Sequence[Run], ahead: int = 0) -> tuple[Tensor, PagedBatch]:
+    def flatten(self, runs: Sequence[TokenRun], ahead: int = 0) -> tuple[Tensor, PagedBatch]:
         """What the function of this name gives."""
         room_for = self._room if self.device.type == "cpu" else _Room
         return _flatten(runs, self.block_size, self.device, ahead, room_for)
@@ -65,7 +65,7 @@ class _Room:
         arrays = self._token_ids, self._starts, self._context_lens, self._tables
         self.tensors = tuple(map(torch.from_numpy, arrays))
 
-    def fill(self, runs: Sequence[Run], starts: list[int], context_lens: list[int], width: int) -> None:
+    def fill(self, runs: Sequence[TokenRun], starts: list[int], context_lens: list[int], width: int) -> None:
         """Tables show the first `width` blocks of each run, with zeros behind them."""
         self._token_ids[:] = [token for run in runs for token in run.token_ids]
         self._starts[:] = starts
@@ -77,7 +77,9 @@ class _Room:
                 self._tables[row] = blocks + [0] * (self._tables.shape[1] - len(blocks))
 
 
-def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: int = 0) -> tuple[Tensor, PagedBatch]:
+def flatten(
+    runs: Sequence[TokenRun], block_size: int, device: torch.device, ahead: int = 0
+) -> tuple[Tensor, PagedBatch]:
     """Lay runs one after the other.
 
         rows       | a5 a6 a7 | b9 |        counts [3, 1], query_starts [0, 3, 4], context_lens [8, 10]
@@ -92,7 +94,11 @@ def flatten(runs: Sequence[Run], block_size: int, device: torch.device, ahead: i
 
 
 def _flatten(
-    runs: Sequence[Run], block_size: int, device: torch.device, ahead: int, room_for: Callable[[int, int, int], _Room]
+    runs: Sequence[TokenRun],
+    block_size: int,
+    device: torch.device,
+    ahead: int,
+    room_for: Callable[[int, int, int], _Room],
 ) -> tuple[Tensor, PagedBatch]:
     """The same in a room for so many rows and sequences, and tables of so many blocks or more."""
     counts = [len(run.token_ids) for run in runs]
@@ -106,7 +112,7 @@ def _flatten(
     return (token_ids, batch) if device.type == "cpu" else (token_ids.to(device), _moved(batch, runs, device))
 
 
-def _moved(batch: PagedBatch, runs: Sequence[Run], device: torch.device) -> PagedBatch:
+def _moved(batch: PagedBatch, runs: Sequence[TokenRun], device: torch.device) -> PagedBatch:
     """The same on a GPU."""
     return replace(
         batch,
@@ -141,7 +147,7 @@ def logit_rows(parts: Iterable[tuple[int, int, bool]]) -> list[int]:
     return wanted
 
 
-def _rows(runs: Sequence[Run], block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _rows(runs: Sequence[TokenRun], block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """What `PagedBatch.positions` and `PagedBatch.slots` are, [num_tokens] each."""
     positions = [np.arange(run.start, run.start + len(run.token_ids)) for run in runs]
     slots = [

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from paceline.models import Model
-from paceline.runner.input_batch import Run, flatten
+from paceline.runner.input_batch import TokenRun, flatten
 from paceline.runner.kv_cache import KVCache
 
 GRAPH_RESERVE: Final = 1 << 30  # bytes, for CUDA graphs, which are captured after the pool is made
@@ -108,7 +108,7 @@ def run_largest(model: Model, step: LargestStep) -> None:
     for start in range(0, step.rows, longest):
         count = min(longest, step.rows - start)
         blocks = -(-count // step.block_size)
-        runs.append(Run(list(range(first, first + blocks)), 0, [0] * count))
+        runs.append(TokenRun(list(range(first, first + blocks)), 0, [0] * count))
         first += blocks
     cache = KVCache(model, first, step.block_size)
     token_ids, batch = flatten(runs, step.block_size, model.device)

@@ -246,7 +246,7 @@ class ModelRunner:
         `_prompt_logprobs` finds.
         """
         runs = [
-            input_batch.Run(sequence.block_ids, sequence.num_computed, sequence.rows(work) + draft.token_ids)
+            input_batch.TokenRun(sequence.block_ids, sequence.num_computed, sequence.rows(work) + draft.token_ids)
             for sequence, work, draft in batch
         ]
         token_ids, layout = self._inputs.flatten(runs)

@@ -13,7 +13,7 @@ from paceline.core.plan import SequenceWork
 from paceline.core.sequence import Sequence
 from paceline.models import Model, NativeDecoder
 from paceline.runner.drafter import Draft
-from paceline.runner.input_batch import InputBatch, Run, logit_rows, row_bounds
+from paceline.runner.input_batch import InputBatch, TokenRun, logit_rows, row_bounds
 from paceline.runner.kv_cache import KVCache
 from paceline.runner.noise import Stream, Uniform
 from paceline.runner.positions import Positions, noise_keys
@@ -63,7 +63,7 @@ class DraftModel:
         if not chosen:
             return
         sequences, depths = [batch[i][0] for i in chosen], [batch[i][1].num_drafts for i in chosen]
-        runs = [Run(s.block_ids, s.num_draft_computed, gaps[i]) for i, s in zip(chosen, sequences, strict=True)]
+        runs = [TokenRun(s.block_ids, s.num_draft_computed, gaps[i]) for i, s in zip(chosen, sequences, strict=True)]
         layout = self._inputs.flatten(runs, ahead=max(depths))
         choices = proposal.choices(chosen, self._noise)
         proposed = model.draft(*layout, self.kv_cache, depths, choices).tolist()
@@ -78,7 +78,7 @@ class DraftModel:
         gaps: list[list[int]],
         proposal: _Proposal,
     ) -> None:
-        runs = [Run(batch[i][0].block_ids, batch[i][0].num_draft_computed, gaps[i]) for i in reading]
+        runs = [TokenRun(batch[i][0].block_ids, batch[i][0].num_draft_computed, gaps[i]) for i in reading]
         for i in reading:
             sequence, work = batch[i]
             sequence.num_draft_computed += len(gaps[i])
@@ -98,14 +98,14 @@ class DraftModel:
         runs = []
         for i in going:
             sequence = batch[i][0]
-            runs.append(Run(sequence.block_ids, sequence.num_draft_computed, proposal.token_ids[i][-1:]))
+            runs.append(TokenRun(sequence.block_ids, sequence.num_draft_computed, proposal.token_ids[i][-1:]))
             sequence.num_draft_computed += 1
         return self._logits(runs)
 
     def release(self, request_id: int) -> None:
         """Nothing is kept per sequence: KV belongs to its blocks."""
 
-    def _logits(self, runs: list[Run], rows: list[int] | None = None) -> Tensor:
+    def _logits(self, runs: list[TokenRun], rows: list[int] | None = None) -> Tensor:
         """Of some rows, or of all."""
         token_ids, layout = self._inputs.flatten(runs)
         return self.model.logits_of(token_ids, layout, self.kv_cache, rows)

@@ -31,7 +31,7 @@ from paceline.engine import Engine
 from paceline.errors import InvalidArgument
 from paceline.models import NativeDecoder, load_model_config
 from paceline.runner import KVCache
-from paceline.runner.input_batch import Run, flatten
+from paceline.runner.input_batch import TokenRun, flatten
 from paceline.wiring import EngineSettings, build_engine
 from paceline_kernels import PagedBatch
 from paceline_kernels.cpu import ceilings, decoder
@@ -114,7 +114,7 @@ def _kv_cache(model: NativeDecoder) -> KVCache:
 def _decoding(model: NativeDecoder, sequences: int, ahead: int = 0) -> tuple[Tensor, PagedBatch]:
     """One row of each sequence, behind a context."""
     per_sequence = -(-(CONTEXT + ahead) // BLOCK)
-    runs = [Run(list(range(i * per_sequence, (i + 1) * per_sequence)), CONTEXT - 1, [i]) for i in range(sequences)]
+    runs = [TokenRun(list(range(i * per_sequence, (i + 1) * per_sequence)), CONTEXT - 1, [i]) for i in range(sequences)]
     return flatten(runs, BLOCK, model.device, ahead)
 
 
@@ -153,7 +153,7 @@ def _prefill_turns(model: NativeDecoder, kv_cache: KVCache, threads: int) -> Ite
     kind = kind_of(model)
     for rows in _prefills(model):
         prompt = [i % model.config.vocab_size for i in range(rows)]
-        token_ids, batch = flatten([Run(list(range(-(-rows // BLOCK))), 0, prompt)], BLOCK, model.device)
+        token_ids, batch = flatten([TokenRun(list(range(-(-rows // BLOCK))), 0, prompt)], BLOCK, model.device)
         figure = Figure("prefill", f"{name_of(model)}, {rows} rows", "GFLOP/s", prefill_operations(model.config, rows))
         call = partial(model.forward, token_ids, batch, kv_cache)
         yield _Turn(figure, partial(median_seconds, call), partial(ceilings.multiply_rate, kind, threads))
@@ -170,7 +170,7 @@ def _attention_turn(model: NativeDecoder, size: int, ceiling: Callable[[], float
     layers = zeros((max(1, size // (layer.numel() * layer.itemsize)), *shape), model.dtype)
     layers.copy_(layer)
     runs = [
-        Run(
+        TokenRun(
             list(range(i * per_sequence, (i + 1) * per_sequence)),
             ATTENTION_CONTEXT - ATTENTION_ROWS,
             [0] * ATTENTION_ROWS,
