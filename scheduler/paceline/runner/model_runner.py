@@ -138,16 +138,17 @@ class ModelRunner:
         if not plan.work:
             return StepResult(plan.step_id, ())
         began = time.perf_counter()
-        earlier = {w.request_id: failure for w in plan.work if (failure := self.failure(w.request_id)) is not None}
-        going = [work for work in plan.work if work.request_id not in earlier]
-        planned = [(self.sequences[work.request_id], work) for work in going]
-        batch = self._draft(planned)
+        results = {w.request_id: failure for w in plan.work if (failure := self.failure(w.request_id)) is not None}
+        going = [work for work in plan.work if work.request_id not in results]
+        batch = self._draft([(self.sequences[work.request_id], work) for work in going])
         drafted = time.perf_counter()
         judged, verifying = self._judge(batch, self._start_masks(batch), logits_of) if batch else ([], 0.0)
-        booked = iter([self._book(entry, found) for entry, found in judged])
+        for entry, found in judged:
+            result = self._book(entry, found)
+            results[result.request_id] = result
         ended = time.perf_counter()
         times = StepTimes(drafted - began, verifying, ended - drafted - verifying, ended - began)
-        return StepResult(plan.step_id, tuple(earlier.get(w.request_id) or next(booked) for w in plan.work), times)
+        return StepResult(plan.step_id, tuple([results[work.request_id] for work in plan.work]), times)
 
     def _apply_membership(self, plan: StepPlan) -> None:
         for request_id in plan.released:
@@ -171,9 +172,8 @@ class ModelRunner:
                 forced = sequence.matcher.forced(work.num_drafts) if sequence.matcher and work.num_drafts else []
                 if forced:
                     drafts[work.request_id] = Draft(forced, is_forced=True)
-                if forced or self._is_behind(sequence, work):
-                    work = replace(work, num_drafts=0)
-                mine.append((sequence, work))
+                only_reads = forced or self._is_behind(sequence, work)
+                mine.append((sequence, replace(work, num_drafts=0) if only_reads else work))
             if mine:
                 proposals = self._propose(drafter, mine)
                 for (_, work), draft in zip(mine, proposals, strict=True):
