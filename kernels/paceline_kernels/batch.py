@@ -37,7 +37,7 @@ class PagedBatch:
 
     @property
     def positions(self) -> Tensor:
-        """Of every row in its sequence, [num_tokens] int64."""
+        """The position of every row in its sequence, [num_tokens] int64."""
         return self._rows()[0]
 
     @property

@@ -66,7 +66,7 @@ class Scale:
 
 
 class Bench:
-    """See above. `pair` is where the checkpoints are, or will be."""
+    """What the sections share, made when first asked for. `pair` is where the checkpoints are, or will be."""
 
     def __init__(self, scale: Scale, pair: Path | None) -> None:
         self.scale = scale
@@ -130,19 +130,19 @@ class Bench:
 
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
-        """Of target and draft."""
+        """The configs of target and draft."""
         target, draft = self.paths()
         return load_model_config(target), load_model_config(draft)
 
     @property
     def itemsize(self) -> int:
-        """Of a weight and of KV, in bytes: bf16, as the checkpoints are."""
+        """Bytes of an element of weights and of KV: bf16, as the checkpoints are."""
         return torch.bfloat16.itemsize
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def random_streams(self, count: int, length: int) -> list[Stream]:
-        """Such that none begins like another, and no cache knows them."""
+        """Streams with random prompts, such that none begins like another, and no cache knows them."""
         vocab = range(self.engine.vocab_size)
         return [(tuple(self._random.choices(vocab, k=length)), GREEDY) for _ in range(count)]
 

@@ -14,9 +14,11 @@ REPEATS = 10
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Attributes:
-    bandwidth: bytes per second that a copy reads and writes.
-    matmul: bf16 operations per second.
+    """What the device can do at most.
+
+    Attributes:
+        bandwidth: bytes per second that a copy reads and writes.
+        matmul: bf16 operations per second.
     """
 
     bandwidth: float
@@ -51,9 +53,11 @@ def _once(call: Callable[[], object], on: torch.device) -> float:
 
 
 def measure(on: torch.device, copied: int, side: int) -> Ceilings:
-    """Args:
-    copied: bytes, read and written once each.
-    side: of the square matrices that are multiplied.
+    """Measure what the device can do, and leave no memory taken.
+
+    Args:
+        copied: bytes, read and written once each.
+        side: of the square matrices that are multiplied.
     """
     ceilings = Ceilings(_bandwidth(on, copied), _matmul(on, side))
     if on.type == "cuda":

@@ -58,7 +58,7 @@ def _books(engine: Engine) -> Iterator[str]:
 
 
 def _held(engine: Engine) -> Iterator[str]:
-    """By the scheduler, its policy and the engine."""
+    """What the scheduler, its policy and the engine hold."""
     scheduler, kv = engine.scheduler, engine.scheduler.kv
     if kv.num_free_blocks != kv.pool.num_blocks:
         yield f"{kv.pool.num_blocks - kv.num_free_blocks} blocks of KV are not free"
@@ -90,7 +90,7 @@ def _held(engine: Engine) -> Iterator[str]:
 
 
 def _mirrored(engine: Engine, runner: StepRunner) -> Iterator[str]:
-    """By the runner."""
+    """What the runner holds besides the requests that the next plan releases."""
     told = set(engine.scheduler._released)
     host: Any = getattr(runner, "host", runner)
     if host.sequences.keys() != told:

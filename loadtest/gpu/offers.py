@@ -252,7 +252,7 @@ class Offers:
 
 
 def from_now(request: GenerationRequest, now: float) -> GenerationRequest:
-    """With a deadline on the engine's clock."""
+    """The request with its deadline on the engine's clock."""
     deadline = request.scheduling.deadline
     if deadline is None:
         return request

@@ -51,7 +51,9 @@ EXPECTED = (*LATE, ResourceExhausted)  # and of what is too much, when it is ask
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the engine: so little KV that a third of the streams fill it, and long prompts that take several steps."""
+    """How large the engine is: so little KV that a third of the streams fill it, and long prompts that take several
+    steps.
+    """
 
     max_num_seqs: int
     max_model_len: int
@@ -316,7 +318,7 @@ def _is_certain(request: GenerationRequest) -> bool:
 
 
 def settings(size: Size, pair: tuple[Path, Path], device: str, memory: float, backend: str = "auto") -> EngineSettings:
-    """Of an engine with just so many blocks."""
+    """The settings of an engine with just so many blocks."""
     wanted = EngineSettings(
         model=str(pair[0]),
         draft=str(pair[1]),

@@ -26,7 +26,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def message(data: bytes) -> bytes:
-    """With gRPC's prefix."""
+    """A message with gRPC's prefix."""
     return MESSAGE.pack(0, len(data)) + data
 
 

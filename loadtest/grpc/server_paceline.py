@@ -74,9 +74,11 @@ class PacedRunner:
 
 
 class Measured(Engine):
-    """Attributes:
-    seconds: of CPU time in planning and committing steps.
-    freed: when completions were aborted, in seconds of `time.monotonic()`.
+    """An engine that notes what it costs.
+
+    Attributes:
+        seconds: of CPU time in planning and committing steps.
+        freed: when completions were aborted, in seconds of `time.monotonic()`.
     """
 
     def __init__(self, scheduler: Scheduler, runner: PacedRunner) -> None:

@@ -318,7 +318,7 @@ def print_tables(console: Console, cells: Sequence[Cell], bandwidths: Sequence[f
 
 
 def _cells_table(cells: Sequence[Cell], concurrency: int) -> Table:
-    """In bold: each engine's best depth of 1 or more."""
+    """The cells of one concurrency; in bold, each engine's best depth of 1 or more."""
     table = Table(title=f"{concurrency} streams")
     for heading in ("engine", "depth", "decode tok/s", "prefill s", "whole tok/s", "same text"):
         table.add_column(heading, justify="left" if heading == "engine" else "right")

@@ -66,7 +66,7 @@ def choose_dtype(name: str, gpu: Gpu | None, backend: str) -> torch.dtype:
 
 
 def choose_draft_quantization(name: str, backend: str, dtype: torch.dtype) -> str:
-    """Of a draft model's weights: none or int8."""
+    """Choose the quantization of a draft model's weights: none or int8."""
     if name == "auto":
         return "int8" if backend == "native" and dtype == torch.bfloat16 else "none"
     return name

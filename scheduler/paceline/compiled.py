@@ -163,7 +163,7 @@ def _compile(folder: Path) -> None:
 
 
 def _digest() -> str:
-    """Of all that goes into a build."""
+    """Tell builds apart by all that goes into one."""
     digest = hashlib.sha256(f"{sys.version} {SUFFIX}".encode())
     for module in ("compiled.py", *MODULES):
         digest.update((SOURCES / module).read_bytes())

@@ -92,7 +92,7 @@ class TenantTable(Table):
 
 
 class Holder(Table):
-    """Of credentials: hashes of keys, or common names of client certificates."""
+    """Who holds credentials: hashes of keys, or common names of client certificates."""
 
     keys: tuple[KeyHash, ...] = ()
     common_names: tuple[Text, ...] = ()
@@ -151,7 +151,7 @@ class TenantsFile(Table):
 
     @property
     def default_policy(self) -> TenantPolicy | None:
-        """Of tenants without a table; None refuses them."""
+        """The policy of tenants without a table; None refuses them."""
         return None if self.unknown == "refuse" else self.default.policy()
 
     def models_of(self, tenant: str) -> frozenset[str] | None:
@@ -216,7 +216,7 @@ def read_tenants(path: Path) -> TenantsFile:
 
 
 def check_tenants(policies: Mapping[str, TenantPolicy], default: TenantPolicy | None, config: SchedulerConfig) -> None:
-    """Of what no request could satisfy, what depends on the server's other settings.
+    """Refuse what no request could satisfy, as far as it depends on the server's other settings.
 
     Raises:
         InvalidArgument: a tenant's blocks cannot hold the shortest request. All of them are told.

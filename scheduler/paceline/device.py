@@ -134,5 +134,5 @@ def in_gib(size: int) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what torch says: the rest is a stack, or advice for who builds it."""
+    """The first line of what torch says: the rest is a stack, or advice for who builds it."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -156,8 +156,10 @@ class PermissionDenied(PacelineError):
 
 
 class _ComeAgain(PacelineError):
-    """Args:
-    retry_after: seconds after which a retry may succeed, if that can be told.
+    """What may succeed later.
+
+    Args:
+        retry_after: seconds after which a retry may succeed, if that can be told.
     """
 
     def __init__(self, message: str, retry_after: float | None = None, *, reason: Reason | None = None) -> None:

@@ -24,7 +24,7 @@ MOST_CACHED = 4  # times as many KV blocks as all running requests can use: more
 
 
 def bytes_per_block(size: int, config: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype, backend: str) -> int:
-    """Of target and draft KV together."""
+    """Bytes of a block, target and draft KV together."""
     lanes = NativeDecoder.kv_lanes if backend == "native" else 1
     return sum(KVCache.bytes_per_block(c, size, dtype, lanes) for c in (config, draft) if c is not None)
 

@@ -180,7 +180,7 @@ def _tolerate() -> None:
 
 
 def _figures(answers: Sequence[Finished]) -> str:
-    """Of one answer or several, in a line. Rates are of what came after the first tokens."""
+    """Sum up one answer or several in a line. Rates are of what came after the first tokens."""
     tokens = sum(answer.usage.completion_tokens for answer in answers)
     seconds = sum(answer.timing.total - answer.timing.time_to_first_token for answer in answers)
     steps = sum(answer.speculation.verify_steps for answer in answers)

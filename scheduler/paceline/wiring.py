@@ -375,7 +375,7 @@ def _identity(backend: str) -> str:
 
 
 def _first_rows(backend: str) -> int:
-    """Of each sequence in the first pass of its draft model."""
+    """Rows of each sequence in the first pass of its draft model."""
     if backend != "triton":
         return 1
     from paceline_kernels.triton.state import FIRST_PASS_ROWS  # which imports Triton

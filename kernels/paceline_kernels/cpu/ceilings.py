@@ -51,7 +51,7 @@ def family() -> str:
 
 
 def median_seconds(call: Callable[[], object], least: float = LEAST_SECONDS) -> float:
-    """Of a call, over as many calls as take `least` seconds together; one before them is not counted."""
+    """Time a call: the median over as many calls as take `least` seconds together; one before them is not counted."""
     call()
     seconds: list[float] = []
     began = ended = time.perf_counter()

@@ -172,7 +172,7 @@ class Matrix:
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weights."""
+        """Bytes of the packed weights."""
         return self._data.numel()
 
     def fill(self, rows: Tensor, first: int = 0, part: int = 0) -> None:
@@ -513,7 +513,7 @@ def _batch_struct(token_ids: Tensor | None, batch: PagedBatch, kv_cache: Sequenc
 
 
 def _pointer(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
-    """Of elements that C++ takes for this type, one behind the other; None of nothing."""
+    """Where elements lie that C++ takes for this type, one behind the other; None of nothing."""
     if tensor is None:
         return None
     assert tensor.dtype == dtype, f"{tensor.dtype}, where C++ reads {dtype}"

@@ -463,7 +463,7 @@ def _device(weight: Tensor | Int8Weight) -> torch.device:
 
 
 def _seconds(x: Tensor, weights: Sequence[Tensor | Int8Weight], way: Config | None, gates: bool) -> float:
-    """Of one product, the weights read in turn; from a graph, since launching takes longer than many of them. As in a
+    """Time one product, the weights read in turn; from a graph, since launching takes longer than many of them. As in a
     layer, behind a small kernel, during whose last microsecond some of the ways read already, and with the gating.
     """
     scale = torch.ones_like(x[0])

@@ -80,7 +80,10 @@ def _propose(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a text of `size` tokens. Without a match, its beginning stands there.  -> int32: the match"""
+    """Propose how a text of `size` tokens goes on: as behind its longest, latest match, or else as it began.
+
+    -> int32: the match
+    """
     best = tl.zeros([BLOCK], tl.int32)
     for start in range(1, size, BLOCK):
         ends = start + tl.arange(0, BLOCK)

@@ -290,7 +290,7 @@ def _keep_min_p(row, VOCAB: tl.constexpr, temperature, min_p, highest, BLOCK: tl
 
 @triton.jit
 def _mean(row, VOCAB: tl.constexpr, temperature, highest, BLOCK: tl.constexpr):
-    """Of the logits less the largest, by their probabilities.  -> float64"""
+    """The mean of the logits less the largest, by their probabilities.  -> float64"""
     warmth = temperature.to(tl.float64)
     total = tl.zeros([BLOCK], tl.float64)
     moment = tl.zeros([BLOCK], tl.float64)
@@ -402,7 +402,7 @@ def gumbel_argmax_of(row, VOCAB: tl.constexpr, temperature, seed_low, seed_high,
 
 @triton.jit
 def uniform_of(noise_key, stream, seat, j):
-    """Of a step's stream, sequence and draft: in [0, 1).  -> float64"""
+    """The random number of a step's stream, sequence and draft, in [0, 1).  -> float64"""
     step, low, high = tl.load(noise_key + 2), tl.load(noise_key), tl.load(noise_key + 1)
     domain = tl.zeros([], tl.uint32) + UNIFORM_DOMAIN
     number = tl.zeros([], tl.int32) + j + stream * 65536

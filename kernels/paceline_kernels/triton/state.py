@@ -171,7 +171,7 @@ class StepInput:
 
     @classmethod
     def size(cls, most_seqs: int, num_seqs: int, num_rows: int) -> int:
-        """Of the buffer, in int32 words."""
+        """The size of the buffer, in int32 words."""
         return sum(map(_aligned, cls._lengths(most_seqs, num_seqs, num_rows)))
 
     @classmethod
@@ -207,7 +207,7 @@ class StepOutput:
 
     @classmethod
     def size(cls, num_seqs: int, max_depth: int) -> int:
-        """Of the buffer, in int32 words."""
+        """The size of the buffer, in int32 words."""
         return sum(map(_aligned, cls._lengths(num_seqs, max_depth)))
 
     @classmethod

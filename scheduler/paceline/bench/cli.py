@@ -15,7 +15,7 @@ from paceline.whole_file import check_file, write_json
 
 
 def check_output(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Of an option that names a file to write. Raises InvalidArgument, before anything is measured for it."""
+    """Check an option that names a file to write. Raises InvalidArgument, before anything is measured for it."""
     if path is not None:
         check_file(option.opts[0].removeprefix("--"), path)
     return path

@@ -288,7 +288,7 @@ def render(cells: Sequence[Cell], title: str) -> None:
 
 
 def _over(cell: Cell, name: str) -> str:
-    """With its interval, if the setting was compared."""
+    """What `auto` is over a setting, with the interval if that was compared."""
     if name == AUTO:
         return ""
     return str(cell.compare(name)) if cell.runs[name].compared else f"{cell.explored_ratio(name):.3f}"

@@ -123,7 +123,7 @@ class ClosedLoop:
 
     @property
     def seconds(self) -> float:
-        """Of all steps of the phase."""
+        """Seconds of all steps of the phase."""
         return self.steps[-1].ended if self.steps else 0.0
 
     def resize(self, streams: int) -> None:
@@ -213,7 +213,7 @@ def measure(
 
 
 def _stop(most: int, number: int) -> StopParams:
-    """Of the stream of that number, from 0."""
+    """Where the stream of that number, from 0, ends."""
     return StopParams(max_tokens=max(1, round(most * (1.0 - number * GOLDEN % 1.0 / 2))), ignore_eos=True)
 
 
@@ -231,7 +231,7 @@ class Comparison:
 
 
 def compare(rides: Sequence[Ride]) -> list[Comparison]:
-    """By phase."""
+    """Compare `auto` in each phase with the fixed depth that was best in it."""
     auto = next(ride for ride in rides if ride.setting.name == AUTO)
     fixed = [ride for ride in rides if ride.setting.is_fixed]
     comparisons = []

@@ -147,7 +147,7 @@ def is_local(target: str) -> bool:
 
 
 def _is_loopback(address: str) -> bool:
-    """Of HOST, HOST:PORT or [HOST]:PORT."""
+    """Whether HOST, HOST:PORT or [HOST]:PORT is this machine itself."""
     if address.startswith("["):
         host = address[1:].partition("]")[0]
     else:

@@ -26,7 +26,7 @@ _STATUSES: Final = {
 
 
 def ask_health(service: str) -> Question[HealthStatus]:
-    """Of a service by its full name; "" is the whole server."""
+    """Ask for the health of a service by its full name; "" is the whole server."""
     return Question(
         "/grpc.health.v1.Health/Check",
         build_named(health_pb2.HealthCheckRequest(), service=service),

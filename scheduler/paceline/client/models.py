@@ -13,10 +13,12 @@ from paceline.v1 import model_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Attributes:
-    max_model_len: tokens of prompt and completion together, at most.
-    speculation_modes: how drafts can be made, the server's default first; "off" among them.
-    default_sampling: what a request samples with where it says nothing, by the names of the options.
+    """A model that a server serves.
+
+    Attributes:
+        max_model_len: tokens of prompt and completion together, at most.
+        speculation_modes: how drafts can be made, the server's default first; "off" among them.
+        default_sampling: what a request samples with where it says nothing, by the names of the options.
     """
 
     name: str

@@ -114,7 +114,7 @@ class _Bench:
         self._runner.execute(StepPlan(self._num_steps, self._admitted, (), ()))
 
     def _seconds(self, shapes: Sequence[Shape]) -> float:
-        """Of one step of each, at most."""
+        """Seconds that one step of each takes, at most."""
         return sum(map(self._expected, shapes))
 
     def _short_shapes(self) -> list[Shape]:

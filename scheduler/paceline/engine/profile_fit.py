@@ -65,8 +65,8 @@ def fit(samples: Sequence[Sample], config: SchedulerConfig, first_rows: int) -> 
 
 
 def _undisturbed(samples: Sequence[Sample]) -> list[Sample]:
-    """Of the same kind, more never costs less: what took longer than something larger was disturbed, and took at most
-    as long.
+    """The samples as if no step had been disturbed. More of the same kind never costs less: what took longer than
+    something larger was disturbed, and took at most as long.
     """
     least: dict[tuple[object, ...], Sample] = {}
     cleaned = []

@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def passes(self) -> int:
-        """Of the draft model."""
+        """Passes of the draft model."""
         return self.drafts // self.sequences if self.method is Method.DRAFT_MODEL else 0
 
     @property

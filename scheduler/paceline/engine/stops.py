@@ -89,8 +89,8 @@ class StopChecker:
         return kept, shown, finish
 
     def end_of_grammar(self, token_ids: tuple[int, ...]) -> Finish:
-        """Of a completion that is whole with these tokens. An end-of-sequence id that says so has no text, even where
-        `ignore_eos` makes it no stop anywhere else.
+        """The finish of a completion that is whole with these tokens. An end-of-sequence id that says so has no text,
+        even where `ignore_eos` makes it no stop anywhere else.
         """
         last = token_ids[-1]
         return Finish(FinishReason.EOS, stop_token_id=last if last in self._eos_token_ids else None)

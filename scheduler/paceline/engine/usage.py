@@ -83,7 +83,7 @@ class Usage:
         self._accounts: dict[str, TenantUsage] = {}
 
     def name_of(self, tenant: str) -> str:
-        """Of the account that the tenant's usage is booked to: the tenant's own, or ALL_OTHERS."""
+        """The name of the account that the tenant's usage is booked to: the tenant's own, or ALL_OTHERS."""
         accounts, named = self._accounts, self._scheduler.tenants.policies
         return tenant if tenant in accounts or len(accounts) < MAX_TENANTS or tenant in named else ALL_OTHERS
 

@@ -78,7 +78,7 @@ class Decoder:
 
     @property
     def num_parameters(self) -> int:
-        """Of the checkpoint: a tied head counts once, in memory twice or not."""
+        """Weights of the checkpoint: a tied head counts once, in memory twice or not."""
         weights = [self._embedding, self._norm, *(weight for layer in self._layers for weight in layer.weights())]
         if not self.config.tie_word_embeddings:
             weights.append(self._head)

@@ -266,7 +266,9 @@ class DeviceRunner:
         self._launched.popleft()
 
     def _failure(self, part: Part, is_broken: int) -> SequenceResult | None:
-        """Of one that fails by this step, or has by the one before it, which was not through when this was launched."""
+        """The result of a request that fails by this step, or has by the one before, which was not through when this
+        was launched; None of any other.
+        """
         request_id = part.work.request_id
         return self.host.failure(request_id) or (self.host.fail(request_id, NotFinite()) if is_broken else None)
 
@@ -301,6 +303,6 @@ class DeviceRunner:
 
 
 def _times(host: StepTimes, device: StepTimes, is_shared: bool, total: float) -> StepTimes:
-    """Of a step in which both had a part. While a shared forward runs, the host waits for it."""
+    """The times of a step in which both had a part. While a shared forward runs, the host waits for it."""
     draft, verify = host.draft + device.draft, device.verify + host.verify * (not is_shared)
     return StepTimes(draft, verify, max(0.0, total - draft - verify), total)

@@ -75,7 +75,7 @@ class DeviceStep:
 
     @property
     def depths(self) -> list[int]:
-        """Of those that draft by the draft model, in their order."""
+        """Drafts of each sequence that drafts by the draft model, in their order."""
         return [part.work.num_drafts for part in self.drafting]
 
     def lay_out(self, arrays: StepArrays, noise_key: Sequence[int], num_judged: int) -> None:

@@ -27,7 +27,7 @@ def bucket(count: int, buckets: tuple[int, ...]) -> int | None:
 
 
 class Size(NamedTuple):
-    """Of the forward of a step.
+    """How large the forward of a step is.
 
     Attributes:
         longest: rows of one sequence, at most.

@@ -127,13 +127,13 @@ def _moved(batch: PagedBatch, runs: Sequence[TokenRun], device: torch.device) ->
 
 
 def row_bounds(counts: Iterable[int]) -> list[int]:
-    """Of rows that lie one after the other, so many of each sequence: where each one's begin, and where all end."""
+    """Tell where the rows of each sequence begin, and where all end, if so many of each lie one after the other."""
     return list(itertools.accumulate(counts, initial=0))
 
 
 def logit_rows(parts: Iterable[tuple[int, int, bool]]) -> list[int]:
-    """Of runs of known tokens and drafts, one after the other, the rows whose logits are wanted: the last known one and
-    the drafts of every sequence that samples.
+    """Choose the rows whose logits are wanted, of runs of known tokens and drafts that lie one after the other: the
+    last known one and the drafts of every sequence that samples.
 
     Args:
         parts: known tokens, drafts and whether it samples, of each sequence.

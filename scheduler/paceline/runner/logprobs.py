@@ -36,7 +36,7 @@ def completion_logprobs(raw: Tensor, positions: Positions, token_ids: Seq[int]) 
 
 
 def token_logprobs(logits: Tensor, token_ids: Seq[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """Of one token per row, and of the `count` most probable.  # [rows, vocab]"""
+    """Tell the logprobs of one token per row, and of the `count` most probable.  # [rows, vocab]"""
     if not token_ids:
         return ()
     logprobs = logits.log_softmax(-1)

@@ -10,7 +10,9 @@ from paceline.core.plan import StepTimes
 
 
 class Marks:
-    """Of one step, in the order `begin`, `drafted`, `ended`; then `wait`, from any thread, and `times`."""
+    """Moments of one step, marked by `begin`, `drafted` and `ended` in this order; then `wait`, from any thread, and
+    `times`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] = []

@@ -66,7 +66,7 @@ def give_back(device: torch.device) -> None:
 
 
 def logits_bytes(rows: int, drafting: int, vocab: int) -> int:
-    """Of what is kept for recorded steps: logits of the target in fp32, and room in which it computes them in its own
+    """Bytes kept for the logits of recorded steps: the target's in fp32, and room in which it computes them in its own
     dtype, or the draft model its own in both.
 
     Args:
@@ -77,7 +77,7 @@ def logits_bytes(rows: int, drafting: int, vocab: int) -> int:
 
 
 def table_bytes(max_num_seqs: int, max_depth: int, max_model_len: int, vocab: int, *, draws: bool) -> int:
-    """Of what a GPU keeps of each sequence besides KV: its text, how often each token stands there, and the
+    """Bytes that a GPU keeps of all sequences besides KV: their texts, how often each token stands in each, and the
     distributions that the drafts of a step were drawn from until they are judged.
     """
     return 4 * (max_num_seqs + SPARE_SEATS) * (max_model_len + vocab * (1 + max_depth * draws))

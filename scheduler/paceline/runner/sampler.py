@@ -83,7 +83,7 @@ def repetition_of(sampling: SamplingParams) -> float:
 
 
 def temperatures(batch: Seq[Positions], device: torch.device) -> Tensor:
-    """Of every row, [rows] float32: see `temperature_of`."""
+    """The temperature of every row, [rows] float32: see `temperature_of`."""
     values: list[float] = []
     for positions in batch:
         values.extend([temperature_of(positions.params.sampling)] * len(positions))

@@ -21,9 +21,11 @@ TOKEN: Final = 0  # of every text
 
 
 class _Mirror:
-    """Attributes:
-    num_tokens, num_computed, num_draft_computed: as in `core/sequence.py`.
-    log_rate: logarithm of the chance that a draft is kept if all before it were.
+    """A sequence without its tokens.
+
+    Attributes:
+        num_tokens, num_computed, num_draft_computed: as in `core/sequence.py`.
+        log_rate: logarithm of the chance that a draft is kept if all before it were.
     """
 
     __slots__ = ("log_rate", "num_computed", "num_draft_computed", "num_tokens")

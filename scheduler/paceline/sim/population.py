@@ -25,10 +25,12 @@ DEFAULT_SPECULATION: Final = SpeculationParams()
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """Attributes:
-    time: of arrival, in seconds; of a backlog 0, since these come when there is room.
-    acceptance: chance that a draft is kept if all before it were.
-    within, time_to_first_token: seconds from arrival to the deadline and to the target for the first token, if any.
+    """A request as it will come.
+
+    Attributes:
+        time: of arrival, in seconds; of a backlog 0, since these come when there is room.
+        acceptance: chance that a draft is kept if all before it were.
+        within, time_to_first_token: seconds from arrival to the deadline and to the target for the first token, if any.
     """
 
     time: float
@@ -109,9 +111,11 @@ class Population:
     def _request(
         self, time: float, name: str, prompt: int, completion: int, normal: float, share: float
     ) -> SimulatedRequest:
-        """Args:
-        normal: of a normal distribution: the place among the acceptances.
-        share: of a uniform one: the place between the shortest and the longest deadline.
+        """Make a request of a tenant's table.
+
+        Args:
+            normal: of a normal distribution: the place among the acceptances.
+            share: of a uniform one: the place between the shortest and the longest deadline.
         """
         tenant = self.file.tenants[name]
         acceptance = min(max(tenant.acceptance + tenant.acceptance_spread * normal, 0.0), 1.0)

@@ -106,7 +106,7 @@ class DraftModel:
         """Nothing is kept per sequence: KV belongs to its blocks."""
 
     def _logits(self, runs: list[TokenRun], rows: list[int] | None = None) -> Tensor:
-        """Of some rows, or of all."""
+        """The draft model's logits of some rows, or of all."""
         token_ids, layout = self._inputs.flatten(runs)
         return self.model.logits_of(token_ids, layout, self.kv_cache, rows)
 

@@ -28,7 +28,7 @@ class Ngram:
         return self._index(sequence).match(sequence.token_ids)
 
     def _index(self, sequence: Sequence) -> NgramIndex:
-        """Of all that the sequence holds by now."""
+        """The index of all that the sequence holds by now."""
         index = self._indexes.get(sequence.request_id)
         if index is None:
             index = self._indexes[sequence.request_id] = NgramIndex()

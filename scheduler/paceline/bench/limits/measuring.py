@@ -198,7 +198,7 @@ def _draft_turn(model: NativeDecoder, kv_cache: KVCache, ceiling: Callable[[], f
 
 
 def _pass_seconds(model: NativeDecoder, kv_cache: KVCache, depth: int) -> tuple[float, float]:
-    """Of a single pass, and of `depth` in one call."""
+    """Seconds of a single pass, and of `depth` in one call."""
     token_ids, batch = _decoding(model, 1, ahead=depth)
     single = median_seconds(partial(model.logits_of, token_ids, batch, kv_cache))
     return single, median_seconds(lambda: model.draft(token_ids, batch, kv_cache, [depth]))

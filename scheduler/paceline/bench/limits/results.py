@@ -33,12 +33,12 @@ class Figure:
 
     @property
     def rate(self) -> float:
-        """In the unit."""
+        """The median over rounds, in the unit."""
         return self.work / median(self.seconds) / GIGA
 
     @property
     def ceiling(self) -> float:
-        """In the unit."""
+        """The median over rounds, in the unit."""
         return median(self.ceilings) / GIGA
 
     @property
