@@ -620,8 +620,9 @@ class TestSubmit:
             task = asyncio.create_task(served.submit(asked))
             await until(lambda: bool(compiler.specs))
             await (served.drain(60) if draining else served.stop())
-            with pytest.raises(Unavailable, match="closed"):
+            with pytest.raises(Unavailable, match="shutting down"):
                 await task
+            assert compiler.closed.is_set(), "nor is a thread left that waits"
             assert not engine.has_work
 
     async def test_draining_while_tokenising_refuses_it(self) -> None:
@@ -630,13 +631,24 @@ class TestSubmit:
             task = asyncio.create_task(served.submit(make_request("x" * 5000)))
             await turns()
             await served.drain(60)
-            gate.set()
             with pytest.raises(Unavailable):
                 await task
+            assert not gate.is_set(), "it has not waited for what nobody wants any more"
+            gate.set()
             assert not engine.has_work
 
+    async def test_who_is_being_prepared_hears_of_the_death(self) -> None:
+        engine, gate = slow_to_encode(wrap=lambda runner: FailingRunner(runner, 0))
+        async with running(engine) as served:
+            task = asyncio.create_task(served.submit(make_request("x" * 5000)))
+            await turns()
+            for doomed in (read(await served.submit(make_request())), task):
+                with pytest.raises(EngineDead):
+                    await doomed
+            gate.set()
 
-def slow_to_encode(**settings: int) -> tuple[Engine, threading.Event]:
+
+def slow_to_encode(**settings: Any) -> tuple[Engine, threading.Event]:
     """An engine that prepares what takes long once the event is set."""
     engine = make_engine(num_blocks=4000, max_model_len=15000, **settings)
     gate = threading.Event()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import grpc
 import pytest
@@ -14,7 +15,7 @@ from paceline.errors import AlreadyExists, InvalidArgument
 from paceline.server.live import LiveGenerations
 from paceline.v1 import admin_pb2, admin_pb2_grpc
 from paceline.v1 import generation_pb2 as pb
-from support.serving import PATIENCE, Serving, failure, request
+from support.serving import PATIENCE, Serving, details_of, failure, request
 
 
 def test_a_tenant_has_an_id_once() -> None:
@@ -46,7 +47,12 @@ async def test_an_id_is_free_once_it_is_cancelled(serving: Serving) -> None:
     assert not len(live)
 
 
-async def test_one_that_is_cancelled_while_it_is_prepared_holds_no_id(serving: Serving) -> None:
+SLOW = request(request_id="mine", sampling=pb.SamplingParams(bad_words=["b"]))
+
+
+@contextmanager
+def preparing_stands_still(serving: Serving) -> Iterator[threading.Event]:
+    """What is prepared in another thread waits for the event, or for the end of the block."""
     engine, gate = serving.engine.engine, threading.Event()
     prepare = engine.prepare
 
@@ -56,15 +62,52 @@ async def test_one_that_is_cancelled_while_it_is_prepared_holds_no_id(serving: S
 
     engine.prepare = slow  # type: ignore[method-assign]
     try:
-        first = serving.stub.Generate(request(request_id="mine", sampling=pb.SamplingParams(bad_words=["b"])))
-        await serving.until(lambda: serving.server.live.get("mine", "") is not None)
-        admin = admin_pb2_grpc.AdminServiceStub(serving.channel)
-        await admin.CancelGeneration(admin_pb2.CancelGenerationRequest(request_id="mine"))
-        serving.runner.open()
-        assert [response async for response in serving.stub.Generate(request(request_id="mine"))]
+        yield gate
     finally:
         gate.set()
-    assert (await failure(first)).code() is grpc.StatusCode.CANCELLED
+
+
+async def cancel_mine(serving: Serving) -> None:
+    await serving.until(lambda: serving.server.live.get("mine", "") is not None)
+    admin = admin_pb2_grpc.AdminServiceStub(serving.channel)
+    await admin.CancelGeneration(admin_pb2.CancelGenerationRequest(request_id="mine"))
+
+
+async def test_one_that_is_cancelled_while_it_is_prepared_does_not_wait_for_that(serving: Serving) -> None:
+    with preparing_stands_still(serving) as gate:
+        first = serving.stub.Generate(SLOW)
+        await cancel_mine(serving)
+        serving.runner.open()
+        assert [response async for response in serving.stub.Generate(request(request_id="mine"))]
+        error = await failure(first)
+        assert (error.code(), error.details()) == (grpc.StatusCode.CANCELLED, "the request was aborted")
+        assert not gate.is_set()
+    assert serving.idle
+
+
+async def test_the_others_of_its_stream_live_on(serving: Serving) -> None:
+    with preparing_stands_still(serving):
+        call = serving.stub.GenerateMany()
+        await call.write(pb.GenerateManyRequest(key=1, start=SLOW))
+        await cancel_mine(serving)
+        [refused] = (await call.read()).responses
+        assert (refused.key, refused.error.reason) == (1, "CANCELLED")
+        await call.write(pb.GenerateManyRequest(key=2, start=request()))
+        serving.runner.open()
+        assert {keyed.key for keyed in (await call.read()).responses} == {2}
+        call.cancel()
+
+
+async def test_draining_does_not_wait_for_what_is_prepared(serving: Serving) -> None:
+    with preparing_stands_still(serving) as gate:
+        call = serving.stub.Generate(SLOW)
+        await serving.until(lambda: serving.server.live.get("mine", "") is not None)
+        admin = admin_pb2_grpc.AdminServiceStub(serving.channel)
+        assert await admin.Drain(admin_pb2.DrainRequest()) == admin_pb2.DrainResponse()
+        error = await failure(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert details_of(error)["ErrorInfo"].reason == "DRAINING"  # type: ignore[attr-defined]
+        assert not gate.is_set()
 
 
 def test_one_that_may_have_another_name_gets_one() -> None:

@@ -15,6 +15,7 @@ __path__ = path_of("engine", __path__)
 from paceline.engine.async_engine import IDLE_SECONDS, AsyncEngine, forward_worker
 from paceline.engine.delta import Delta, Output
 from paceline.engine.engine import Engine
+from paceline.engine.interruption import Interrupt, interruptible
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.step_loop import StepLoop
 from paceline.engine.stream import Stream
@@ -28,6 +29,7 @@ __all__ = [
     "Delta",
     "Engine",
     "GenerationRequest",
+    "Interrupt",
     "Output",
     "Prompt",
     "StepLoop",
@@ -36,4 +38,5 @@ __all__ = [
     "Totals",
     "TransformersTokenizer",
     "forward_worker",
+    "interruptible",
 ]

@@ -13,6 +13,7 @@ from paceline.core.plan import StepPlan, StepResult
 from paceline.core.tenant_policy import TenantPolicy
 from paceline.engine.engine import Engine, Prepared
 from paceline.engine.fair_threads import FairThreads
+from paceline.engine.interruption import Interrupt, interruptible
 from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stream import Stream, publish
 from paceline.engine.turns import Turns
@@ -61,6 +62,7 @@ class AsyncEngine:
         self.lag = int(self._launch is not None) if lag is None else lag
         self.on_death: list[Callable[[EngineDead], None]] = []
         self._streams: dict[int, Stream] = {}  # by the id of each live completion
+        self._preparing: set[Interrupt] = set()  # what interrupts each request that is prepared in another thread
         self._turns = Turns()
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()  # no request is live
@@ -124,21 +126,14 @@ class AsyncEngine:
 
     async def _prepare_elsewhere(self, request: GenerationRequest, arrival: float) -> Prepared:
         """In another thread. Meanwhile it counts as waiting, and gives way to another tenant as those who wait do."""
-        lost: list[PacelineError] = []
-        try:
-            async with asyncio.timeout(None) as patience:
-
-                def give_way(error: PacelineError) -> None:
-                    lost.append(error)
-                    patience.reschedule(0.0)
-
-                with self.engine.places_kept(request, arrival, give_way):
-                    self._wake.set()  # somebody may have given way to it
+        async with interruptible() as interrupt:
+            with self.engine.places_kept(request, arrival, interrupt):
+                self._wake.set()  # somebody may have given way to it
+                self._preparing.add(interrupt)
+                try:
                     return await self._threads.run(request.scheduling.tenant, self.engine.prepare, request)
-        except TimeoutError:
-            if lost:
-                raise lost[0] from None
-            raise
+                finally:
+                    self._preparing.discard(interrupt)
 
     async def tokenize(self, prompt: Prompt, field: str = "prompt_text", *, tenant: str = "") -> tuple[int, ...]:
         """The ids of a prompt, as `submit` would read it. Arguments and errors are those of `Engine.tokenize`.
@@ -199,12 +194,26 @@ class AsyncEngine:
         return [i for i in ids if i in self._streams and self._streams[i].request_id == request_id]
 
     def _check_open(self) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+
+    def _refusal(self) -> PacelineError | None:
+        """Why nothing new is taken; a new error for each, see `_dead`."""
         if self._death is not None:
-            raise EngineDead(str(self._death))
+            return EngineDead(str(self._death))
         if self._draining or self._stopping:
-            raise Unavailable("the server is shutting down", reason=Reason.DRAINING)
+            return Unavailable("the server is shutting down", reason=Reason.DRAINING)
         if self._task is None:
-            raise Unavailable("the engine is not running yet", reason=Reason.MODEL_LOADING)
+            return Unavailable("the engine is not running yet", reason=Reason.MODEL_LOADING)
+        return None
+
+    def _refuse_preparing(self) -> None:
+        """Those that are being prepared need not wait for it to hear what `_check_open` will say."""
+        for interrupt in self._preparing:
+            refusal = self._refusal()
+            assert refusal is not None, "nothing is refused"
+            interrupt(refusal)
 
     # -- life and death -----------------------------------------------------------------------------------------------
 
@@ -214,13 +223,14 @@ class AsyncEngine:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="paceline-steps")
 
     async def drain(self, grace: float | None) -> tuple[int, int]:
-        """Refuse new requests, and those that are being prepared; give the live ones `grace` seconds to end, or for
-        ever. The others fail with Unavailable.
+        """Refuse new requests, and at once those that are being prepared; give the live ones `grace` seconds to end, or
+        for ever. The others fail with Unavailable.
 
         Returns:
             How many requests ended by themselves, and how many failed.
         """
         self._draining = True
+        self._refuse_preparing()
         live = self._live_requests()
         await self._close_engine()
         try:
@@ -234,6 +244,7 @@ class AsyncEngine:
     async def stop(self) -> None:
         """End every request and the step loop; the forward that runs is waited for. More calls have no effect."""
         self._stopping = True
+        self._refuse_preparing()
         self._end_all("the server is shutting down")
         self._wake.set()
         if self._task is not None:
@@ -244,7 +255,7 @@ class AsyncEngine:
         self._collector.shutdown(wait=False)
 
     async def _close_engine(self) -> None:
-        """Who is being prepared will be refused: nobody waits for that. Processes that end take the system a while."""
+        """No grammar is needed any more. Processes that end take the system a while."""
         await asyncio.to_thread(self.engine.close)
 
     def _end_all(self, reason: str) -> None:
@@ -259,6 +270,7 @@ class AsyncEngine:
         """Every live stream ends with EngineDead, and nothing starts any more. The core may be in any state."""
         logger.critical("the engine failed", exc_info=cause)
         self._death = _dead(cause)
+        self._refuse_preparing()
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._collector.shutdown(wait=False, cancel_futures=True)
         streams = {stream.request_id: stream for stream in self._streams.values()}

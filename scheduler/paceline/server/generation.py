@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
-from paceline.engine import AsyncEngine
+from paceline.engine import AsyncEngine, interruptible
 from paceline.errors import Reason, Unavailable
 from paceline.server.calls import Oversized, check_size, current_call, loaded
 from paceline.server.convert import check_model, read_hold, read_request, read_request_id
@@ -144,7 +144,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         caller.check_model(engine.model_name, tenant)
         wanted = replace(wanted, scheduling=replace(wanted.scheduling, tenant=tenant))
         with self._live.claim(chosen or name, tenant, rename=not chosen) as live:
-            async with aclosing(await serving.submit(wanted)) as stream:
+            async with interruptible() as live.interrupt:
+                submitted = await serving.submit(wanted)
+            async with aclosing(submitted) as stream:
                 live.attach(stream)
                 stream.hold(hold)
                 started = pb.Started(

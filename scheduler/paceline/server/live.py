@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 import grpc
 import grpc.aio
 
-from paceline.engine import AsyncEngine, Stream
+from paceline.engine import AsyncEngine, Interrupt, Stream
 from paceline.errors import AlreadyExists, Cancelled, InvalidArgument, PacelineError
 from paceline.server.calls import Call, find_call
 from paceline.server.status import rule_for
@@ -25,6 +25,7 @@ class LiveGeneration:
     """Attributes:
     since: when it came, on the monotonic clock.
     stream: None until the engine has taken it.
+    interrupt: ends what it waits for on its way there.
     cancelled: somebody has ended it; what is left of its call keeps nobody from its id.
     """
 
@@ -32,11 +33,12 @@ class LiveGeneration:
     tenant: str
     since: float = field(default_factory=time.monotonic)
     stream: Stream | None = None
+    interrupt: Interrupt | None = None
     cancelled: bool = False
     _namesakes: int = 1
 
     def attach(self, stream: Stream) -> None:
-        """The engine has taken it. Raises Cancelled if it has been cancelled on its way there."""
+        """The engine has taken it. Raises Cancelled if it has been cancelled at the last moment before."""
         self.stream = stream
         if self.cancelled:
             raise Cancelled("the request was aborted")
@@ -44,6 +46,8 @@ class LiveGeneration:
     def cancel(self, engine: AsyncEngine) -> bool:
         """End it with Cancelled, whoever waits for it. False if it has ended and only its reader is behind."""
         lived = self.stream is None or engine.abort(self.stream.request_id)
+        if self.stream is None and self.interrupt is not None:
+            self.interrupt(Cancelled("the request was aborted"))
         self.cancelled = self.cancelled or lived
         return lived
 

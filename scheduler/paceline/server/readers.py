@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 
+from paceline.engine import interruptible
 from paceline.headers import REQUEST_ID_KEY
 from paceline.server.watch import ReaderBounds, Watch
 
@@ -24,14 +24,9 @@ async def send_headers(context: grpc.aio.ServicerContext[Any, Any], request_id: 
 @asynccontextmanager
 async def watched(bounds: ReaderBounds) -> AsyncIterator[Watch]:
     """Watch the RPC of the running task. Raises ResourceExhausted, also out of a write that is blocked."""
-    timeout = asyncio.timeout(None)
-    watch = Watch(bounds, timeout)
-    try:
-        async with timeout:
+    async with interruptible() as interrupt:
+        watch = Watch(bounds, interrupt)
+        try:
             yield watch
-    except TimeoutError as error:
-        if watch.error is not None:
-            raise watch.error from error
-        raise
-    finally:
-        watch.close()
+        finally:
+            watch.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from paceline.engine import Stream
+from paceline.engine import Interrupt, Stream
 from paceline.errors import Reason, ResourceExhausted
 
 
@@ -30,12 +30,12 @@ class Watch:
         error: why the RPC has to end; None while its client keeps up.
     """
 
-    __slots__ = ("_began", "_loop", "_timeout", "_timer", "bounds", "error")
+    __slots__ = ("_began", "_interrupt", "_loop", "_timer", "bounds", "error")
 
-    def __init__(self, bounds: ReaderBounds, timeout: asyncio.Timeout) -> None:
+    def __init__(self, bounds: ReaderBounds, interrupt: Interrupt) -> None:
         self.bounds = bounds
         self.error: ResourceExhausted | None = None
-        self._timeout = timeout
+        self._interrupt = interrupt
         self._loop = asyncio.get_running_loop()
         self._began: float | None = None  # to write a message, on the loop's clock
         # One timer for all messages: setting one for each would cost a tenth of what a message costs.
@@ -71,6 +71,6 @@ class Watch:
             self._evict(f"more than {self.bounds.tokens} tokens wait to be read")
 
     def _evict(self, reason: str) -> None:
-        if not self._timeout.expired():
+        if self.error is None:
             self.error = ResourceExhausted(f"the client reads too slowly: {reason}", reason=Reason.SLOW_CONSUMER)
-            self._timeout.reschedule(self._loop.time())
+            self._interrupt(self.error)

@@ -87,9 +87,9 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Turns health to NOT_SERVING and refuses new generations with UNAVAILABLE; live ones go on to their end. Answers once
-        they have ended, or after `grace`, when those left have been failed with UNAVAILABLE. The process stays, to be
-        stopped by a signal; there is no way back, also not by cancelling the call.
+        """Turns health to NOT_SERVING and refuses generations that are new, or still being prepared, with UNAVAILABLE; live
+        ones go on to their end. Answers once they have ended, or after `grace`, when those left have been failed with
+        UNAVAILABLE. The process stays, to be stopped by a signal; there is no way back, also not by cancelling the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
