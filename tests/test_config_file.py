@@ -242,13 +242,13 @@ def test_what_is_no_file_of_ours(file: Path, data: bytes | None, said: str) -> N
     if data is not None:
         file.write_bytes(data)
     text = refused(file)
-    assert text.startswith(f"file = {str(file)!r}: must be ")
+    assert text.startswith(f"tenants = {str(file)!r}: must be ")
     assert said in text
 
 
 def test_a_long_path_is_told_to_its_end(tmp_path: Path) -> None:
     file = tmp_path / ("folder" * 20) / "tenants.toml"
-    assert refused(file).startswith(f"file = {str(file)!r}: must be a readable file")
+    assert refused(file).startswith(f"tenants = {str(file)!r}: must be a readable file")
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.client import ClientOptions
-from paceline.command_options import client_options, with_options
+from paceline.command_options import as_typed, client_options, with_options
 from paceline.errors import InvalidArgument, NotWritten
 from paceline.whole_file import check_file, write_json
 from paceline_loadtest.clients import Client, open_client
@@ -127,7 +127,7 @@ def load(
 
 
 def _complain(error: Exception) -> None:
-    Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"error: {as_typed(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 async def _run(client: Client, workload: Workload) -> Report:

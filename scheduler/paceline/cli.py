@@ -20,7 +20,7 @@ import typer
 from paceline import __version__
 from paceline.bench import app as bench_app
 from paceline.bench.cli import check_output, check_plot
-from paceline.command_options import client_options, parse_size, with_options
+from paceline.command_options import as_typed, client_options, parse_size, with_options
 from paceline.errors import EngineDead, InvalidArgument, NotWritten, PacelineError
 from paceline.screen import Screen
 from paceline.whole_file import write_json
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from paceline.client import ClientOptions
     from paceline.wiring import EngineSettings
 
+# What errors call otherwise than the options here.
+OPTIONS: Final = {"target": "server", "sampling.seed": "request_seed"}
 ENGINE_ERROR: Final = 1
 USER_ERROR: Final = 2
 
@@ -56,7 +58,7 @@ def main() -> None:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(ENGINE_ERROR)
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {as_typed(error, OPTIONS)}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from paceline.errors import InvalidArgument
+
 if TYPE_CHECKING:
     from paceline.client import ClientOptions
 
+# The client's arguments, by the names of the options that they come from.
+CLIENT_OPTIONS: Final = {"tls": "tls_ca", "client_certificate": "tls_cert", "client_key": "tls_key"}
 SIZE: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -48,6 +52,20 @@ def client_options(
         "client_key": tls_key,
         "allow_plaintext_key": allow_plaintext_key,
     }
+
+
+def as_typed(error: Exception, options: Mapping[str, str] = {}) -> str:
+    """An error's text, in which what has been an option goes by its name.
+
+    Args:
+        options: names of options besides those of `client_options`, by what errors call them.
+    """
+    text, names = str(error), {**CLIENT_OPTIONS, **options}
+    if not isinstance(error, InvalidArgument) or error.field not in names or not text.startswith(error.field):
+        return text  # a server's begins with the status
+    value = text.removeprefix(error.field).removesuffix(error.allowed)
+    allowed = re.sub(r"client_\w+", lambda word: names[word[0]], error.allowed)
+    return f"{names[error.field]}{value}{allowed}"
 
 
 def with_options(parameter: str, options: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -177,8 +177,11 @@ def _credentials(data: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 
-def read_file(path: Path, kind: type[AnyTable]) -> AnyTable:
+def read_file(path: Path, kind: type[AnyTable], field: str = "file") -> AnyTable:
     """A file as a table of that kind.
+
+    Args:
+        field: what errors call it.
 
     Raises:
         InvalidArgument: it cannot be read, is no TOML, or has mistakes: all of them, each with key, value and what is
@@ -187,9 +190,9 @@ def read_file(path: Path, kind: type[AnyTable]) -> AnyTable:
     try:
         data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidArgument("file", path, f"a readable file ({error.strerror})") from error
+        raise InvalidArgument(field, path, f"a readable file ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidArgument("file", path, f"TOML in UTF-8 ({error})") from error
+        raise InvalidArgument(field, path, f"TOML in UTF-8 ({error})") from error
     contradictions = list(kind.contradictions(data))
     try:
         table = kind.model_validate(data)
@@ -212,7 +215,7 @@ def replaced(table: AnyTable, **changes: object) -> AnyTable:
 
 def read_tenants(path: Path) -> TenantsFile:
     """Raises InvalidArgument as `read_file`."""
-    return read_file(path, TenantsFile)
+    return read_file(path, TenantsFile, "tenants")
 
 
 def check_tenants(policies: Mapping[str, TenantPolicy], default: TenantPolicy | None, config: SchedulerConfig) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Final, get_args
 from paceline.errors import InvalidArgument
 
 LONGEST_TIME: Final = 1e9  # seconds
+MAX_CHUNK_DELAY: Final = 60.0  # seconds
+MAX_COMPLETIONS: Final = 64  # of one prompt
 # What values of a type are given as, and how that is said.
 _TYPES: Final[Mapping[Any, tuple[type, str]]] = {
     str: (str, "text"),
@@ -84,6 +86,12 @@ def plain_numbers(given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[st
             except OverflowError as error:
                 raise InvalidArgument(name, value, "a number that a float can hold") from error
     return plain
+
+
+def check_seconds(field: str, seconds: Any, most: float = LONGEST_TIME, *, above_zero: bool = False) -> None:
+    """Raises InvalidArgument: no number in [0, most], or (0, most]."""
+    if not is_number(seconds) or not 0.0 <= seconds <= most or (above_zero and seconds == 0.0):
+        raise InvalidArgument(field, seconds, f"seconds in {'(' if above_zero else '['}0, {most:g}]")
 
 
 def check_timeout(timeout: Any) -> float | None:

@@ -36,7 +36,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.core": (),
     "paceline.config_file": ("paceline.core",),
     "paceline.sim": ("paceline.core", "paceline.config_file", "paceline.whole_file"),
-    "paceline.engine": ("paceline.core", "paceline.cores"),
+    "paceline.engine": ("paceline.core", "paceline.cores", "paceline.options"),
     "paceline.models": ("paceline_kernels",),
     "paceline.structured": ("paceline.core.grammar",),
     "paceline.runner": (*PLANS, "paceline.models", "paceline_kernels"),
@@ -55,7 +55,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "paceline.server": (
         *("paceline.engine", "paceline.core", "paceline.config_file", "paceline.garbage", "paceline.headers"),
-        "paceline.v1",
+        *("paceline.options", "paceline.v1"),
     ),
     "paceline.client": ("paceline.chat", "paceline.headers", "paceline.options", "paceline.v1"),
     "paceline.v1": (),

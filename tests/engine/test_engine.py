@@ -183,7 +183,10 @@ class TestRefused:
             (GenerationRequest([ChatMessage("user", "a"), ChatMessage("robot", "b")]), "chat.messages[1].role"),
             (GenerationRequest([ChatMessage("user", "\ud800")]), "chat.messages[0].content"),
             (GenerationRequest([ChatMessage("user", "a"), 5]), "chat.messages"),  # type: ignore[arg-type]
-            (make_request([1] * 200), "prompt"),
+            (make_request([1] * 200), "prompt_tokens.ids"),
+            (make_request("x" * 200), "prompt_text"),
+            (GenerationRequest([ChatMessage("user", "x" * 200)]), "chat.messages"),
+            (GenerationRequest([ChatMessage("user", "x")] * 200), "chat.messages"),
             (make_request([1] * 150, max_tokens=None, min_tokens=51), "stop.min_tokens"),
             (replace(make_request(), sampling=SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),))), "sampling.logit_bias"),
             (replace(make_request(), sampling=SamplingParams(logit_bias=((-1, 1.0),))), "sampling.logit_bias"),

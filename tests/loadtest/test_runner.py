@@ -267,8 +267,8 @@ async def test_control_c_ends_the_run_and_loses_nothing(server: FakeServer, tmp_
         ("--metadata", "novalue", "error: metadata = 'novalue': must be KEY=VALUE"),
         ("--prompts", "nowhere.jsonl", "error: prompts = 'nowhere.jsonl': must be a readable file (No such file"),
         ("--api-key", "a key", "error: api_key = '(not shown)': must be printable"),
-        ("--tls-ca", "nowhere.pem", "error: tls = 'nowhere.pem': must be a PEM file"),
-        ("--tls-cert", "nowhere.pem", "error: client_certificate = 'nowhere.pem': must be given with client_key"),
+        ("--tls-ca", "nowhere.pem", "error: tls_ca = 'nowhere.pem': must be a PEM file"),
+        ("--tls-cert", "nowhere.pem", "error: tls_cert = 'nowhere.pem': must be given with tls_key"),
     ],
 )
 def test_bad_options_are_named(option: str, value: str, message: str) -> None:

@@ -341,7 +341,7 @@ async def test_drain_while_the_engine_dies(serving: Serving) -> None:
         await whole(call)
 
 
-@pytest.mark.parametrize("grace", [Duration(seconds=-1), Duration(seconds=1 << 60), Duration(nanos=-1)])
+@pytest.mark.parametrize("grace", [Duration(seconds=-1), Duration(seconds=10**9, nanos=1000), Duration(nanos=-1)])
 async def test_a_grace_that_is_none(serving: Serving, grace: Duration) -> None:
     error = await failure(stub_of(serving).Drain(pb.DrainRequest(grace=grace)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

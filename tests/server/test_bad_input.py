@@ -92,7 +92,7 @@ INVALID_FIELDS = [
         ("'robot'", "system, user, assistant, tool"),
     ),
     (pb.GenerateRequest(), "prompt", ("None", "prompt_text, prompt_tokens and chat")),
-    (request("x" * MAX_MODEL_LEN), "prompt", (f"{MAX_MODEL_LEN} tokens", f"at most {MAX_MODEL_LEN - 1} tokens")),
+    (request("x" * MAX_MODEL_LEN), "prompt_text", (f"{MAX_MODEL_LEN} tokens", f"at most {MAX_MODEL_LEN - 1} tokens")),
     (
         request(speculation=pb.SpeculationParams(min_draft_tokens=3, max_draft_tokens=2)),
         "speculation.max_draft_tokens",
@@ -132,12 +132,12 @@ INVALID_FIELDS = [
     (
         request(output=pb.OutputParams(max_chunk_delay=Duration(seconds=60, nanos=1000))),
         "output.max_chunk_delay",
-        ("60.000001:", "between 0 and 60 seconds"),
+        ("60.000001:", "seconds in [0, 60]"),
     ),
     (
         request(output=pb.OutputParams(max_chunk_delay=Duration(nanos=-1000))),
         "output.max_chunk_delay",
-        ("-1e-06:", "between 0 and 60 seconds"),
+        ("-1e-06:", "seconds in [0, 60]"),
     ),
     (request(n=65), "n", ("65", "1..64")),
     (request(structured=pb.StructuredOutput(regex="")), "structured.regex", ("''", "at least one character")),

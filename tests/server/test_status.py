@@ -232,7 +232,7 @@ ROWS = [
     invalid("biased id", "sampling.logit_bias", TOKEN_ID, sampling=SAMPLING(logit_bias={997: 1})),
     invalid("prompt id", "prompt_tokens.ids", TOKEN_ID, prompt_tokens=pb.TokenIds(ids=[997])),
     invalid("stop id", "stop.token_ids", TOKEN_ID, stop=STOP(token_ids=[997])),
-    invalid("prompt", "prompt", Reason.PROMPT_TOO_LONG, text="x" * MAX_MODEL_LEN),
+    invalid("prompt", "prompt_text", Reason.PROMPT_TOO_LONG, text="x" * MAX_MODEL_LEN),
     invalid(
         "prompt and least completion",
         "stop.min_tokens",

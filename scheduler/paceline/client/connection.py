@@ -194,7 +194,7 @@ def _credentials(options: ClientOptions) -> grpc.ChannelCredentials | None:
         raise InvalidArgument("client_certificate", certificate, "given with client_key, and the other way round")
     if not tls:
         if certificate is not None:
-            raise InvalidArgument("tls", tls, "set where there is a client_certificate")
+            raise InvalidArgument("client_certificate", certificate, "given with tls")
         return None
     return grpc.ssl_channel_credentials(
         root_certificates=None if tls is True else _read("tls", tls),

@@ -16,7 +16,16 @@ from google.protobuf.message import Message
 
 from paceline.chat import is_turn, read_turn
 from paceline.errors import InvalidArgument
-from paceline.options import LONGEST_TIME, check_names, is_integer, is_number, items_of, json_text
+from paceline.options import (
+    LONGEST_TIME,
+    MAX_CHUNK_DELAY,
+    MAX_COMPLETIONS,
+    check_names,
+    check_seconds,
+    is_integer,
+    items_of,
+    json_text,
+)
 from paceline.v1 import admin_pb2, model_pb2
 from paceline.v1 import generation_pb2 as pb
 
@@ -150,7 +159,7 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
     _set_prompt(request, prompt)
     n: Any = get("n")
     if n is not None and (not is_integer(n) or n < 1):  # in the message, 0 stands for 1
-        raise InvalidArgument("n", n, "an integer in 1..64")
+        raise InvalidArgument("n", n, f"an integer in 1..{MAX_COMPLETIONS}")
     _fill(request, "", request_id=get("request_id"), model=get("model"), n=n)
     _fill(
         request.sampling,
@@ -202,7 +211,9 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gene
         logprobs_mode=_choose("output.logprobs_mode", options.get("logprobs_mode"), _LOGPROBS_MODES),
     )
     if options.get("max_chunk_delay") is not None:
-        _fill_time(request.output.max_chunk_delay, "output.max_chunk_delay", options["max_chunk_delay"])
+        _fill_time(
+            request.output.max_chunk_delay, "output.max_chunk_delay", options["max_chunk_delay"], MAX_CHUNK_DELAY
+        )
     return request
 
 
@@ -300,9 +311,10 @@ def _fill_scheduling(request: pb.GenerateRequest, options: GenerateOptions) -> N
             _fill_time(getattr(request.scheduling, name), f"scheduling.{name}", options[name], above_zero=True)
 
 
-def _fill_time(duration: Duration, field: str, seconds: Any, above_zero: bool = False) -> None:
-    if not is_number(seconds) or not 0.0 <= seconds <= LONGEST_TIME or (above_zero and seconds == 0.0):
-        raise InvalidArgument(field, seconds, f"seconds in {'(' if above_zero else '['}0, {LONGEST_TIME:g}]")
+def _fill_time(
+    duration: Duration, field: str, seconds: Any, most: float = LONGEST_TIME, *, above_zero: bool = False
+) -> None:
+    check_seconds(field, seconds, most, above_zero=above_zero)
     duration.FromNanoseconds(round(float(seconds) * 1e9))
 
 

@@ -119,8 +119,11 @@ class Scheduler:
 
     # -- requests in and out -------------------------------------------------------------------------------------------
 
-    def check(self, num_prompt_tokens: int, stop: StopParams, tenant: str = "") -> int:
+    def check(self, num_prompt_tokens: int, stop: StopParams, tenant: str = "", field: str = "prompt") -> int:
         """Can such a request ever be served? Prompt and completion tokens that it may reach. Changes nothing.
+
+        Args:
+            field: what the client calls its prompt.
 
         Raises:
             InvalidArgument: the prompt is empty or leaves no room for a token.
@@ -128,10 +131,10 @@ class Scheduler:
         """
         config = self.config
         if num_prompt_tokens == 0:
-            raise InvalidArgument("prompt", [], "at least one token")
+            raise InvalidArgument(field, [], "at least one token")
         if num_prompt_tokens >= config.max_model_len:
             allowed = f"at most {config.max_model_len - 1} tokens (the model's length less one)"
-            raise InvalidArgument("prompt", f"{num_prompt_tokens} tokens", allowed, reason=Reason.PROMPT_TOO_LONG)
+            raise InvalidArgument(field, f"{num_prompt_tokens} tokens", allowed, reason=Reason.PROMPT_TOO_LONG)
         max_tokens = config.max_model_len if stop.max_tokens is None else stop.max_tokens
         max_total = min(num_prompt_tokens + max_tokens, config.max_model_len)
         wanted, most = config.blocks_for(max_total), self.tenants.policy(tenant).max_blocks

@@ -14,10 +14,11 @@ from paceline.core.tenant_policy import TenantPolicy
 from paceline.engine.engine import Engine, Prepared
 from paceline.engine.fair_threads import FairThreads
 from paceline.engine.interruption import Interrupt, interruptible
-from paceline.engine.request import MAX_COMPLETIONS, ChatMessage, GenerationRequest, Prompt
+from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.stream import Stream, publish
 from paceline.engine.turns import Turns
 from paceline.errors import Cancelled, EngineDead, PacelineError, Reason, Unavailable
+from paceline.options import MAX_COMPLETIONS
 
 logger = logging.getLogger(__name__)
 

@@ -129,7 +129,7 @@ class Engine:
         """
         self._check_method(request)
         request.speculation.rule_for(request.sampling)
-        tenant = request.scheduling.tenant
+        tenant, field = request.scheduling.tenant, _field_of(request.prompt)
         self.scheduler.bounded(request.speculation, tenant)
         for string in request.stop.strings:
             _check_unicode("stop.strings", string)
@@ -140,9 +140,9 @@ class Engine:
         self._check_n(request)
         if request.prompt and not isinstance(request.prompt, str):
             # Each id or message is a token or more: what is too long is refused before every one is looked at.
-            self.scheduler.check(len(request.prompt), request.stop, tenant)
+            self.scheduler.check(len(request.prompt), request.stop, tenant, field)
         prompt = self.tokenize(request.prompt)
-        room = self.scheduler.check(len(prompt), request.stop, tenant) - len(prompt)
+        room = self.scheduler.check(len(prompt), request.stop, tenant, field) - len(prompt)
         if request.stop.min_tokens > room:
             allowed = f"at most {room}, the room behind the prompt"
             raise InvalidArgument("stop.min_tokens", request.stop.min_tokens, allowed, reason=Reason.PROMPT_TOO_LONG)
@@ -482,6 +482,13 @@ class Engine:
                 allowed = f"token ids from 0 to {self.vocab_size - 1}"
                 raise InvalidArgument(field, token_id, allowed, reason=Reason.INVALID_TOKEN_ID)
         return tuple(token_ids)
+
+
+def _field_of(prompt: Prompt) -> str:
+    """What the contract calls it."""
+    if isinstance(prompt, str):
+        return "prompt_text"
+    return "chat.messages" if prompt and isinstance(prompt[0], ChatMessage) else "prompt_tokens.ids"
 
 
 def _check_unicode(field: str, text: str) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from paceline.core.grammar import GrammarSpec
 from paceline.core.params import LogprobsParams, SamplingParams, SchedulingParams, SpeculationParams, StopParams
 from paceline.errors import InvalidArgument
-
-MAX_COMPLETIONS = 64
+from paceline.options import MAX_COMPLETIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from paceline.core.request import Request
 from paceline.core.speculation_report import SpeculationReport
 from paceline.engine import AsyncEngine
 from paceline.engine.usage import TenantUsage
-from paceline.errors import InvalidArgument, NotFound, brief
+from paceline.errors import NotFound, brief
+from paceline.options import check_seconds
 from paceline.server.calls import loaded
 from paceline.server.convert import MODES, write_duration
 from paceline.server.live import LiveGeneration, LiveGenerations
@@ -34,7 +35,6 @@ Drain: TypeAlias = Callable[[float | None], Awaitable[tuple[int, int]]]
 # Entries made before others get their turn: a few milliseconds' worth.
 BATCH: Final = 256
 RATE_SECONDS: Final = 10.0  # over which tokens per second are told
-LONGEST_GRACE: Final = 315_576_000_000  # seconds: what a Duration may hold
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -98,8 +98,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         grace = None
         if request.HasField("grace"):
             grace = request.grace.seconds + request.grace.nanos / 1e9
-            if not 0.0 <= grace <= LONGEST_GRACE:
-                raise InvalidArgument("grace", grace, f"between 0 and {LONGEST_GRACE} s")
+            check_seconds("grace", grace)
         ended, failed = await self._drain(grace)
         return pb.DrainResponse(ended=ended, failed=failed)
 

@@ -32,6 +32,7 @@ from paceline.core.request import RequestStats
 from paceline.engine import ChatMessage, GenerationRequest, Prompt
 from paceline.errors import InvalidArgument, NotFound, PacelineError
 from paceline.headers import check_name
+from paceline.options import MAX_CHUNK_DELAY, check_seconds
 from paceline.server.status import retry_ms, rule_for
 from paceline.v1 import generation_pb2 as pb
 
@@ -41,7 +42,6 @@ MAX_CHAT_MESSAGES: Final = 1 << 14
 MAX_ITEMS: Final = 1 << 20
 
 Item = TypeVar("Item")
-MAX_CHUNK_DELAY: Final = 60.0  # seconds
 
 METHODS: Final[dict[int, Method | None]] = {
     pb.SPECULATION_MODE_UNSPECIFIED: None,
@@ -236,8 +236,7 @@ def read_hold(output: pb.OutputParams) -> float:
     InvalidArgument.
     """
     delay = _read_seconds(output, "output", "max_chunk_delay") or 0.0
-    if not 0.0 <= delay <= MAX_CHUNK_DELAY:
-        raise InvalidArgument("output.max_chunk_delay", delay, f"between 0 and {MAX_CHUNK_DELAY:g} seconds")
+    check_seconds("output.max_chunk_delay", delay, MAX_CHUNK_DELAY)
     return math.inf if output.final_only else delay
 
 

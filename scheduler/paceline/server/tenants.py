@@ -50,7 +50,7 @@ class ServedTenants:
             if self._file.has_credentials and not file.has_credentials:
                 # An editor may have saved an empty file; nobody is let in by accident.
                 allowed = "one with keys or common names, like the one in use; a restart would admit everybody"
-                raise InvalidArgument("file", self._path, allowed)
+                raise InvalidArgument("tenants", self._path, allowed)
         except InvalidArgument as error:
             logger.error("the old tenants file stays in force: %s", error)
             return
