@@ -109,11 +109,6 @@ class Needed:
     max_model_len: int
 
 
-def check_utilization(utilization: float) -> None:
-    if not 0 < utilization <= 1:
-        raise InvalidArgument("gpu_memory_utilization", utilization, "above 0 and at most 1")
-
-
 def check_memory(gpu: Gpu, needed: Needed, utilization: float) -> None:
     """Raises FailedPrecondition, with the sizes, where the weights and one request cannot fit."""
     granted = min(int(gpu.total_memory * utilization), gpu.free_memory)

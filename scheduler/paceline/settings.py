@@ -9,7 +9,6 @@ from typing import Final, get_type_hints
 
 from paceline.core.config import PrefixScope
 from paceline.core.tenant_policy import ONE_SHARE, TenantPolicy
-from paceline.device import check_utilization
 from paceline.errors import InvalidArgument
 from paceline.headers import check_name
 from paceline.options import check_types
@@ -99,7 +98,8 @@ class EngineSettings:
             raise InvalidArgument("dtype", self.dtype, "auto, float32 or bfloat16")
         if self.served_model_name is not None:
             check_name("served_model_name", self.served_model_name)
-        check_utilization(self.gpu_memory_utilization)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise InvalidArgument("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         if self.block_size < 1:
             raise InvalidArgument("block_size", self.block_size, "an integer >= 1")
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:

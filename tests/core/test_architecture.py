@@ -43,7 +43,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "paceline.speculation": (*PLANS, "paceline.runner", "paceline.models", "paceline_kernels"),
     "paceline.whole_file": (),
     "paceline.garbage": (),
-    "paceline.settings": ("paceline.core", "paceline.device", "paceline.headers", "paceline.options"),
+    "paceline.settings": ("paceline.core", "paceline.headers", "paceline.options"),
     "paceline.backend": ("paceline.settings", "paceline.device", "paceline.models", "paceline_kernels"),
     "paceline.kv_blocks": (
         *("paceline.core.config", "paceline.settings", "paceline.device"),

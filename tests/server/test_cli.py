@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import grpc
@@ -18,12 +20,16 @@ import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
-from paceline import __version__
-from paceline.cli import app, main
+from paceline import __version__, cli
+from paceline.cli import app, engine_settings, main
 from paceline.client import Client
 from paceline.command_options import parse_size
+from paceline.core.config import SchedulerConfig
 from paceline.errors import InvalidArgument, NotFound
 from paceline.screen import Screen
+from paceline.server import ServerSettings
+from paceline.settings import EngineSettings
+from paceline.sim.spec import EngineTable
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
 from support.checkpoints import tiny_checkpoint
@@ -81,6 +87,20 @@ def test_help_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_defaults_are_the_same_wherever_they_stand() -> None:
+    assert engine_settings() == EngineSettings()
+    options = {name: option.default for name, option in inspect.signature(cli.serve).parameters.items()}
+    options["max_message_size"] = parse_size(options["max_message_size"])
+    assert ServerSettings(**{field.name: options[field.name] for field in fields(ServerSettings)}) == ServerSettings()
+
+    core = {field.name: field.default for field in fields(SchedulerConfig)}
+    in_settings = core.keys() & vars(EngineSettings()).keys() - {"max_model_len", "max_depth"}  # the model's, or chosen
+    assert {name: getattr(EngineSettings(), name) for name in in_settings} == {name: core[name] for name in in_settings}
+    larger = {"num_blocks", "max_num_seqs", "max_model_len", "max_queued"}  # what is simulated is a larger machine
+    in_sim = core.keys() & EngineTable.model_fields.keys() - larger
+    assert {name: getattr(EngineTable(), name) for name in in_sim} == {name: core[name] for name in in_sim}
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
