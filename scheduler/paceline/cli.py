@@ -27,6 +27,7 @@ from paceline.whole_file import write_json
 
 if TYPE_CHECKING:
     from paceline.client import ClientOptions
+    from paceline.engine import Engine
     from paceline.wiring import EngineSettings
 
 # What errors call otherwise than the options here.
@@ -208,7 +209,7 @@ def _print_version(wanted: bool) -> None:
 @app.command(short_help="Serve a model over gRPC.")
 @with_options("settings", engine_settings)
 def serve(
-    settings: Callable[[], EngineSettings],
+    settings: Callable[..., EngineSettings],
     tenants: Path | None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 or :: for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 50051,
@@ -240,6 +241,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model over gRPC; prints `serving on HOST:PORT` once it can answer. Keys and TLS: docs/security.md."""
+    from paceline.config_file import TenantsFile
     from paceline.server import ServerSettings, run_server
     from paceline.server.logs import configure
     from paceline.wiring import build_engine
@@ -261,9 +263,14 @@ def serve(
         log_format=log_format,
         tenants=tenants,
     )
-    built = replace(settings(), take_memory=True, served_model_name=served_model_name)
+    # It is the server that reads the tenants file.
+    built = replace(settings(tenants=None), take_memory=True, served_model_name=served_model_name)
+
+    def build(granted: TenantsFile) -> Engine:
+        return build_engine(replace(built, tenants=granted.policies, default_tenant=granted.default_policy))
+
     configure(log_format)
-    run_server(lambda: build_engine(built), served)
+    run_server(build, served)
 
 
 @keys_app.command("new", short_help="Print a new API key, and the line that lets it in.")

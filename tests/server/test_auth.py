@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.cli import main
 from paceline.config_file import TenantsFile, read_tenants
+from paceline.core.tenant_policy import TenantPolicy
 from paceline.errors import InvalidArgument
 from paceline.server import ServerSettings
 from paceline.server.auth import KeyGate, hash_key
 from paceline.server.settings import is_loopback
 from paceline.server.tls import TlsFiles
+from paceline.settings import EngineSettings
 from paceline.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from paceline.v1 import generation_pb2 as pb
 from support.certificates import Authority
@@ -431,10 +433,10 @@ def test_settings_that_are_refused_before_a_model_is_loaded(
 
 
 def test_options_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "tenants.toml"
-    path.write_text(FILE)
-    made: list[ServerSettings] = []
-    monkeypatch.setattr("paceline.server.run_server", lambda build, settings: made.append(settings))
+    path = tmp_path / "tenants.toml"  # which the server reads, and nobody before it
+    made: list[tuple[Callable[[TenantsFile], EngineSettings], ServerSettings]] = []
+    monkeypatch.setattr("paceline.server.run_server", lambda build, settings: made.append((build, settings)))
+    monkeypatch.setattr("paceline.wiring.build_engine", lambda settings: settings)
     monkeypatch.setattr("paceline.server.logs.configure", lambda log_format: None)
     given = (
         f"--tenants {path} --host ::1 --port 1 --grace 2 --tls-cert c --tls-key k --client-ca a --insecure --no-health"
@@ -463,4 +465,10 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         with pytest.raises(SystemExit) as caught:
             main()
         assert not caught.value.code
-        assert made.pop() == expected
+        [(build, settings)] = made
+        made.clear()
+        assert settings == expected
+        granted = TenantsFile.model_validate({"unknown": "refuse", "tenants": {"a": {"weight": 2.0}}})
+        assert build(granted) == EngineSettings(
+            tenants={"a": TenantPolicy(weight=2.0)}, default_tenant=None, take_memory=True
+        )

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from paceline.config_file import TenantsFile
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
 from paceline.core.plan import StepPlan, StepResult
@@ -32,7 +33,7 @@ class SlowRunner(ScriptedRunner):
         return super().execute(plan)
 
 
-def build() -> Engine:
+def build(granted: TenantsFile) -> Engine:
     # Blocks of one token, so that a tenant's max_blocks can be too few for any request.
     config = SchedulerConfig(num_blocks=4 * NUM_BLOCKS, block_size=1, max_model_len=MAX_MODEL_LEN, eos_token_ids=(EOS,))
     runner = SlowRunner(4 * NUM_BLOCKS, 1)

@@ -14,6 +14,7 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from paceline.config_file import TenantsFile
 from paceline.engine import AsyncEngine, Engine, forward_worker
 from paceline.errors import EngineDead, PacelineError
 from paceline.garbage import collect_rarely
@@ -191,13 +192,14 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def run_server(build: Callable[[], Engine], settings: ServerSettings) -> None:
+def run_server(build: Callable[[TenantsFile], Engine], settings: ServerSettings) -> None:
     """Serve until SIGTERM or SIGINT, then stop gracefully. SIGHUP reads the tenants file and the TLS files again.
 
     A second signal kills, and so does one that comes before there is anything to stop.
 
     Args:
-        build: makes the engine, ready to serve; called in the forward's thread, once the port is taken.
+        build: makes the engine, ready to serve, with what the tenants file grants; called in the forward's thread,
+            once the port is taken.
 
     Raises:
         EngineDead: the engine failed while serving.
@@ -207,7 +209,7 @@ def run_server(build: Callable[[], Engine], settings: ServerSettings) -> None:
     uvloop.run(_serve(build, settings))
 
 
-async def _serve(build: Callable[[], Engine], settings: ServerSettings) -> None:
+async def _serve(build: Callable[[TenantsFile], Engine], settings: ServerSettings) -> None:
     gate = KeyGate()
     tenants = ServedTenants(settings.tenants, gate)
     settings.check_exposure(gate.is_open)
@@ -218,7 +220,8 @@ async def _serve(build: Callable[[], Engine], settings: ServerSettings) -> None:
     hangup = _on_hangup(settings)
     worker = forward_worker()
     try:
-        engine = AsyncEngine(await asyncio.get_running_loop().run_in_executor(worker, build), worker=worker)
+        built = await asyncio.get_running_loop().run_in_executor(worker, build, tenants.file)
+        engine = AsyncEngine(built, worker=worker)
         tenants.open(engine)
     except BaseException:
         worker.shutdown(wait=False)

@@ -21,6 +21,9 @@ class ServedTenants:
     Args:
         path: None stands for an empty file, in which nothing changes.
 
+    Attributes:
+        file: as it is in force.
+
     Raises:
         InvalidArgument: the file has mistakes.
     """
@@ -28,17 +31,17 @@ class ServedTenants:
     def __init__(self, path: Path | None, gate: KeyGate) -> None:
         self._path = path
         self._gate = gate
-        self._file = TenantsFile() if path is None else read_tenants(path)
+        self.file = TenantsFile() if path is None else read_tenants(path)
         self._engine: AsyncEngine | None = None
-        gate.use(self._file)
+        gate.use(self.file)
 
     def open(self, engine: AsyncEngine) -> None:
         """From now on, the policies of this engine. Raises InvalidArgument: the file does not go with its settings."""
         if self._path is None:
             return
-        check_tenants(self._file.policies, self._file.default_policy, engine.engine.scheduler.config)
+        check_tenants(self.file.policies, self.file.default_policy, engine.engine.scheduler.config)
         self._engine = engine
-        self._put(self._file)
+        self._put(self.file)
 
     async def reload(self) -> None:
         """Put the file as it is now in force, after `open`. One with mistakes is logged, and the old one stays."""
@@ -47,7 +50,7 @@ class ServedTenants:
         try:
             file = await asyncio.to_thread(read_tenants, self._path)
             check_tenants(file.policies, file.default_policy, self._engine.engine.scheduler.config)
-            if self._file.has_credentials and not file.has_credentials:
+            if self.file.has_credentials and not file.has_credentials:
                 # An editor may have saved an empty file; nobody is let in by accident.
                 allowed = "one with keys or common names, like the one in use; a restart would admit everybody"
                 raise InvalidArgument("tenants", self._path, allowed)
@@ -59,7 +62,7 @@ class ServedTenants:
 
     def _put(self, file: TenantsFile) -> None:
         assert self._engine is not None
-        self._file = file
+        self.file = file
         self._gate.use(file)
         self._engine.set_policies(file.policies, file.default_policy)
         self._warn_of_models(file, self._engine.engine.model_name)
