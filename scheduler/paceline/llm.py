@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import accumulate
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
+from typing import Any, Final, Self, TypeVar, Unpack, cast, get_type_hints
 
 from paceline.chat import is_turn, read_turn
 from paceline.core.grammar import GrammarKind, GrammarSpec
@@ -35,7 +35,16 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
 from paceline.engine.step_loop import StepLoop
 from paceline.errors import InvalidArgument
-from paceline.options import check_names, check_types, is_integer, is_number, items_of, json_text, plain_numbers
+from paceline.options import (
+    CompletionOptions,
+    check_names,
+    check_types,
+    is_integer,
+    is_number,
+    items_of,
+    json_text,
+    plain_numbers,
+)
 
 Name = TypeVar("Name", bound=StrEnum)
 
@@ -49,55 +58,7 @@ _MODES: Final[Mapping[str, Method | None]] = {
 }
 
 
-class GenerateOptions(TypedDict, total=False):
-    """The keyword arguments of `LLM.generate`, by the names that the client gives them too; what is absent or None is
-    the model's default.
-
-    Sampling: `temperature` (0 is greedy), `top_p`, `top_k`, `min_p`, `typical_p`, `presence_penalty`,
-    `frequency_penalty`, `repetition_penalty`, `logit_bias`, `allowed_token_ids` (at least one), `bad_words`,
-    `seed`, `n`.
-    Stopping: `max_tokens` (None: up to the model's length), `min_tokens`, `stop` (one string or several),
-    `stop_token_ids`, `ignore_eos`, `include_stop_string`.
-    Structure, one of: `json_schema` (text, or a mapping that JSON can hold), `regex`, `grammar` (Lark), `choices`.
-    Speculation: `speculation` ("auto", "off", "ngram" or "draft_model"), `max_draft_tokens`, `min_draft_tokens`,
-    `verification` ("token_wise" or "block").
-    Output: `logprobs`, `prompt_logprobs` (how many alternatives), `logprobs_mode`, `include_special_tokens`.
-    """
-
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    typical_p: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    bad_words: Sequence[str] | None
-    seed: int | None
-    n: int | None
-    max_tokens: int | None
-    min_tokens: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    include_stop_string: bool | None
-    json_schema: str | Mapping[str, Any] | None
-    regex: str | None
-    grammar: str | None
-    choices: Sequence[str] | None
-    speculation: Literal["auto", "off", "ngram", "draft_model"] | None
-    max_draft_tokens: int | None
-    min_draft_tokens: int | None
-    verification: str | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    logprobs_mode: Literal["raw", "processed"] | None
-    include_special_tokens: bool | None
-
-
-_HINTS: Final = get_type_hints(GenerateOptions)
+_HINTS: Final = get_type_hints(CompletionOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +121,14 @@ class LLM:
         *,
         on_text: Callable[[int, str], None] | None = None,
         on_finish: Callable[[int], None] | None = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[CompletionOptions],
     ) -> list[Completion]:
         """Complete one prompt or many as one batch; every prompt is validated before anything runs.
 
         Args:
             on_text: called with (index of the completion, new text) as text comes. If it raises, generation ends.
             on_finish: called with the index of a completion that has ended.
-            options: see `GenerateOptions`.
+            options: see `CompletionOptions`.
 
         Returns:
             Completions in the order of the prompts; with n, the n of the first prompt, then those of the second.
@@ -219,14 +180,14 @@ class LLM:
         return [_completion(parts) for parts in outputs]
 
 
-def build_request(prompt: Prompt, default: SamplingParams, options: GenerateOptions) -> GenerationRequest:
+def build_request(prompt: Prompt, default: SamplingParams, options: CompletionOptions) -> GenerationRequest:
     """A request out of keyword arguments; `default` is the model's own sampling.
 
     Raises:
         InvalidArgument: a value of another type, or one that no model allows.
         TypeError: an option that does not exist.
     """
-    check_names(options, GenerateOptions.__annotations__)
+    check_names(options, CompletionOptions.__annotations__)
     given = {name: value for name, value in options.items() if value is not None}
     check_types(given, _HINTS)  # others would fail in the middle of a step, and the engine with it
     given = plain_numbers(given, _HINTS)

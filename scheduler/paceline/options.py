@@ -1,16 +1,73 @@
-"""Keyword arguments: their names, the types of their values, and those values that several parts take."""
+"""Keyword arguments: those that a completion is asked for with, their names, and values that several parts take."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, TypeAlias, TypedDict, get_args
 
 from paceline.errors import InvalidArgument
+
+Speculation: TypeAlias = Literal["auto", "off", "ngram", "draft_model"]
+Verification: TypeAlias = Literal["token_wise", "block"]
+LogprobsMode: TypeAlias = Literal["raw", "processed"]
+
+
+class CompletionOptions(TypedDict, total=False):
+    """What a completion may be asked for with, offline or of a server; what is absent or None is the model's default.
+
+    The contract, `paceline/v1/generation.proto`, has ranges and meanings.
+
+    Sampling: `temperature` (0 is greedy), `top_p`, `top_k`, `min_p`, `typical_p`, `presence_penalty`,
+    `frequency_penalty`, `repetition_penalty`, `logit_bias` (token id to bias), `allowed_token_ids` (at least
+    one), `bad_words`, `seed`.
+    Choices: `n` completions of the prompt (1).
+    Structure, one of: `json_schema` (text, or what JSON can hold), `regex`, `grammar` (Lark),
+    `choices` (the completion is one of these texts).
+    Stopping: `max_tokens` (up to the model's length), `min_tokens`, `stop` (one string or several), `stop_token_ids`,
+    `ignore_eos`, `include_stop_string`.
+    Speculation: `speculation` ("auto"), `max_draft_tokens`, `min_draft_tokens` (bounds of the depth, in tokens),
+    `verification` (the best; for sampled requests without a seed).
+    Output: `include_special_tokens` (in the text), `logprobs` and `prompt_logprobs` (how many alternatives to each
+    token, 0 for none), `logprobs_mode` ("raw", or "processed": of the distribution that was sampled).
+    """
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    typical_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    seed: int | None
+    n: int | None
+    json_schema: str | Mapping[str, object] | None
+    regex: str | None
+    grammar: str | None
+    choices: Sequence[str] | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    include_stop_string: bool | None
+    speculation: Speculation | None
+    max_draft_tokens: int | None
+    min_draft_tokens: int | None
+    verification: Verification | None
+    include_special_tokens: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    logprobs_mode: LogprobsMode | None
+
 
 LONGEST_TIME: Final = 1e9  # seconds
 MAX_CHUNK_DELAY: Final = 60.0  # seconds

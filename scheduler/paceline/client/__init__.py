@@ -27,10 +27,7 @@ from paceline.client.request import (
     ChatMessage,
     Content,
     GenerateOptions,
-    LogprobsMode,
     Prompt,
-    Speculation,
-    Verification,
     build_request,
 )
 from paceline.client.results import (
@@ -45,6 +42,7 @@ from paceline.client.results import (
     Usage,
 )
 from paceline.client.sync import Client, SyncGeneration
+from paceline.options import LogprobsMode, Speculation, Verification
 
 __all__ = [
     "AsyncClient",

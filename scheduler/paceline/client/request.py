@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Final, Literal, TypeAlias, TypeVar, Unpack, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -20,6 +20,7 @@ from paceline.options import (
     LONGEST_TIME,
     MAX_CHUNK_DELAY,
     MAX_COMPLETIONS,
+    CompletionOptions,
     check_names,
     check_seconds,
     is_integer,
@@ -41,71 +42,25 @@ class ChatMessage:
 
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, str]]
-Speculation: TypeAlias = Literal["auto", "off", "ngram", "draft_model"]
 Content: TypeAlias = Literal["text", "token_ids", "text_and_token_ids"]
-Verification: TypeAlias = Literal["token_wise", "block"]
-LogprobsMode: TypeAlias = Literal["raw", "processed"]
 
 
-class GenerateOptions(TypedDict, total=False):
-    """The keyword arguments of `generate` and `complete`; what is absent or None is the server's default.
+class GenerateOptions(CompletionOptions, total=False):
+    """The keyword arguments of `generate` and `complete`: those of `CompletionOptions`, and what servers know besides.
 
-    The contract, `paceline/v1/generation.proto`, has ranges and meanings.
+    What is absent or None is the server's default. Several choices are read with `complete_all`, or by `Delta.choice`.
 
-    Sampling: `temperature` (0 is greedy), `top_p`, `top_k`, `min_p`, `typical_p`, `presence_penalty`,
-    `frequency_penalty`, `repetition_penalty`, `logit_bias` (token id to bias), `allowed_token_ids` (at least
-    one), `bad_words`, `seed`.
-    Choices: `n` completions of the prompt (1); read several with `complete_all`, or by `Delta.choice`.
-    Structure, one of: `json_schema` (text, or what JSON can hold), `regex`, `grammar` (Lark),
-    `choices` (the completion is one of these texts).
-    Stopping: `max_tokens`, `min_tokens`, `stop` (one string or several), `stop_token_ids`, `ignore_eos`,
-    `include_stop_string`.
-    Speculation: `speculation` ("auto"), `max_draft_tokens`, `min_draft_tokens` (bounds of the depth, in tokens),
-    `verification` (the server's best; for sampled requests without a seed).
-    Output: `content` ("text_and_token_ids"), `include_special_tokens` (in the text), `final_only` (one message for each
-    choice, when it ends), `max_chunk_delay` (seconds that tokens may be held, for fewer and larger messages),
-    `logprobs` and `prompt_logprobs` (how many alternatives to each token, 0 for none), `logprobs_mode` ("raw", or
-    "processed": of the distribution that was sampled).
+    Output: `content` ("text_and_token_ids"), `final_only` (one message for each choice, when it ends),
+    `max_chunk_delay` (seconds that tokens may be held, for fewer and larger messages).
     Scheduling: `priority` (higher goes first within the tenant); in seconds, `queue_timeout`, `time_to_first_token` and
     `time_per_output_token`. What cannot be in time ends as `DeadlineExceeded`, as soon as that is seen, and who waits
     longer than `queue_timeout` for admission as `Unavailable`, once the retries (`max_retries`) are over, too.
     Naming: `request_id`, `model`, `tenant` (whose request it is; its drafts are expected to fare as theirs did).
     """
 
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    typical_p: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    bad_words: Sequence[str] | None
-    seed: int | None
-    n: int | None
-    json_schema: str | Mapping[str, object] | None
-    regex: str | None
-    grammar: str | None
-    choices: Sequence[str] | None
-    max_tokens: int | None
-    min_tokens: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    include_stop_string: bool | None
-    speculation: Speculation | None
-    max_draft_tokens: int | None
-    min_draft_tokens: int | None
-    verification: Verification | None
     content: Content | None
-    include_special_tokens: bool | None
     final_only: bool | None
     max_chunk_delay: float | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    logprobs_mode: LogprobsMode | None
     request_id: str | None
     model: str | None
     tenant: str | None
