@@ -68,9 +68,9 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class GrpcServer:
-    """Generation, health and reflection on one port. To be made on the event loop that runs it.
+    """All services on one port, and metrics on another. To be made on the event loop that runs it.
 
-    Answers from `start` on; generates from `open` on, and health says so.
+    Health and reflection answer from `start` on; all others say that the model is loading, until `open`.
 
     Args:
         gate: who may call what; by default everybody everything.

@@ -212,8 +212,7 @@ class Calls(grpc.aio.ServerInterceptor):
         self.observers = list(observers)
         self._max_message_bytes = max_message_bytes
         self._outliving = outliving
-        self._wrapped: dict[str, Handler] = {}
-        self._for_strangers: dict[str, Handler] = {}
+        self._wrapped: dict[str, tuple[Handler, Handler]] = {}  # by method, also for strangers
 
     async def intercept_service(
         self,
@@ -225,11 +224,10 @@ class Calls(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
             if handler is None:  # nobody knows the method: the library says so
                 return handler
-            self._wrapped[method] = self._wrap(method, handler)
-            self._for_strangers[method] = self._wrap_unread(method, handler)
+            self._wrapped[method] = self._wrap(method, handler), self._wrap_unread(method, handler)
         # The library receives a single request, whatever its size, before it calls a handler: not those of strangers.
         is_stranger = self.gate.is_stranger(method, handler_call_details.invocation_metadata or ())
-        return (self._for_strangers if is_stranger else self._wrapped)[method]
+        return self._wrapped[method][is_stranger]
 
     def _wrap(self, method: str, handler: Handler) -> Handler:
         kind = "_".join(
