@@ -112,7 +112,12 @@ def brief(value: object) -> str:
         shown = repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or more digits than Python writes
         shown = f"of type {type(value).__name__}, too large to be shown"
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    return cut_short(shown, 80)
+
+
+def cut_short(text: str, most: int = 200) -> str:
+    """A text as errors show it, at most so many characters of it: a status has to fit a header."""
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class NotFound(PacelineError):

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.engine.detokenizer import Detokenizer
 from paceline.engine.request import ChatMessage
-from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
+from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError, cut_short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MAX_REASON_CHARS = 200  # of what a chat template complains about: a status has to fit a header
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +111,11 @@ class TransformersTokenizer:
         try:
             text: Any = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
-            allowed = f"messages that the model's chat template takes ({str(error)[:MAX_REASON_CHARS]})"
+            allowed = f"messages that the model's chat template takes ({cut_short(str(error))})"
             raise InvalidArgument("chat.messages", [message.role for message in messages], allowed) from error
         except Exception as error:  # a template is a program
             logger.warning("the chat template fails", exc_info=True)
-            raise FailedPrecondition(
-                f"chat: the model's chat template fails: {str(error)[:MAX_REASON_CHARS]}"
-            ) from error
+            raise FailedPrecondition(f"chat: the model's chat template fails: {cut_short(str(error))}") from error
         # The template has written every special token already.
         return self._encode(text, add_special_tokens=False)
 

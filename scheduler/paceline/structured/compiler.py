@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from llguidance import LLMatcher, LLParserLimits
 
 from paceline.core.grammar import Grammar, GrammarKind, GrammarSpec, Matcher
-from paceline.errors import InvalidArgument
+from paceline.errors import InvalidArgument, cut_short
 from paceline.structured.matcher import LLGuidanceMatcher
 from paceline.structured.trials import TrialLimits, Trials
 from paceline.structured.vocabulary import Vocabulary
@@ -31,7 +31,6 @@ MAX_GRAMMAR_LINES = 1024
 MAX_MULTIPLE = 10_000  # takes a tenth of a second
 MAX_CACHED = 32
 MAX_TRIED = 256  # results of trials that are kept: above all of those that take long and come again
-MAX_REASON_CHARS = 200
 
 # llguidance's own, but for the lexer's states: each grammar may have so many, and 65536 take some 35 MB.
 LIMITS = LLParserLimits(max_lexer_states=1 << 16, verbose_errors=False)
@@ -228,8 +227,6 @@ def _field(spec: GrammarSpec) -> str:
 
 
 def _refused(spec: GrammarSpec, reason: str) -> InvalidArgument:
-    reason = " ".join(reason.removesuffix("<non-verbose/>").split())
-    if len(reason) > MAX_REASON_CHARS:
-        reason = reason[: MAX_REASON_CHARS - 3] + "..."
+    reason = cut_short(" ".join(reason.removesuffix("<non-verbose/>").split()))
     given = list(spec.choices) if spec.kind is GrammarKind.CHOICE else spec.text
     return InvalidArgument(_field(spec), given, f"{ALLOWED[spec.kind]} ({reason})")
