@@ -64,7 +64,7 @@ def as_typed(error: Exception, options: Mapping[str, str] = {}) -> str:
     if not isinstance(error, InvalidArgument) or error.field not in names or not text.startswith(error.field):
         return text  # a server's begins with the status
     value = text.removeprefix(error.field).removesuffix(error.allowed)
-    allowed = re.sub(r"client_\w+", lambda word: names[word[0]], error.allowed)
+    allowed = re.sub(r"client_\w+", lambda word: names.get(word[0], word[0]), error.allowed)
     return f"{names[error.field]}{value}{allowed}"
 
 
