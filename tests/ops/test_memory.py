@@ -16,6 +16,7 @@ OF_MACHINE = 4096 * MIB
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A container's own, empty; on a machine with 4 GiB left."""
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr("os.sysconf", {"SC_AVPHYS_PAGES": OF_MACHINE // 4096, "SC_PAGE_SIZE": 4096}.__getitem__)
     return tmp_path
 
@@ -29,6 +30,19 @@ def fill(cgroup: Path, most: str | int, current: int, stat: str | None = None) -
 
 def test_without_a_container_it_is_the_machine_s() -> None:
     assert memory.free_memory() == OF_MACHINE
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "free"),
+    [
+        ("MemTotal:       24683520 kB\nMemFree:            1024 kB\nMemAvailable:    8388608 kB\n", 8192 * MIB),
+        ("MemTotal:       24683520 kB\nMemFree:            1024 kB\n", OF_MACHINE),
+        ("what\n", OF_MACHINE),
+    ],
+)
+def test_pages_of_files_are_free_on_a_machine(cgroup: Path, meminfo: str, free: int) -> None:
+    (cgroup / "meminfo").write_text(meminfo)
+    assert memory.free_memory() == free
 
 
 @pytest.mark.parametrize(
@@ -57,7 +71,7 @@ def test_a_container_has_what_its_limit_leaves(cgroup: Path, most: str | int, cu
         ("what\n", 40),
     ],
 )
-def test_pages_of_files_are_free(cgroup: Path, stat: str, free: int) -> None:
+def test_pages_of_files_are_free_in_a_container(cgroup: Path, stat: str, free: int) -> None:
     fill(cgroup, 300 * MIB, 260 * MIB, stat)
     assert memory.free_memory() == free * MIB
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 CGROUP = Path("/sys/fs/cgroup")  # of a container, its own
+MEMINFO = Path("/proc/meminfo")
 LARGE = 2 << 20  # bytes of a large page, and the least that is worth one
 SMALL = 4 << 10  # bytes of a page
 STRETCH = 64 << 20  # bytes; of what is never written, nothing is taken
@@ -51,8 +52,11 @@ class LargePages:
 
 
 def free_memory() -> int:
-    """Bytes that nothing holds on this machine, and no more than a container has left."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that can be had on this machine, and no more than a container has left.
+
+    Pages of files count as free: loading a model reads many, and the kernel gives them back before it refuses memory.
+    """
+    free = _left_of_machine()
     left = _left_of_container()
     return free if left is None else min(free, left)
 
@@ -72,12 +76,17 @@ def _of_container(name: str) -> int | None:
         return None
 
 
-def _left_of_container() -> int | None:
-    """None without a limit.
+def _left_of_machine() -> int:
+    """Without MemAvailable, what nothing holds, not even a page of a file."""
+    try:
+        sizes = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
+        return int(sizes["MemAvailable"].removesuffix("kB")) << 10
+    except (OSError, ValueError, KeyError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-    Files that were read or written count as used there, and loading a model reads many. The kernel gives these pages
-    back before it refuses memory, the active ones too, as it reckons in MemAvailable; so they are free here.
-    """
+
+def _left_of_container() -> int | None:
+    """None without a limit. Pages of files are reckoned as in MemAvailable, the active ones too."""
     limit, used = _of_container("memory.max"), _of_container("memory.current")
     if limit is None or used is None:
         return None
