@@ -108,20 +108,26 @@ class Needed:
     request: int
     max_model_len: int
 
+    def check(self, left: int, machine: str, why: str) -> None:
+        """Raises FailedPrecondition, with the sizes, where these take more than the bytes that a machine has left."""
+        total = self.weights + self.draft_weights + self.request
+        if total > left:
+            draft = f", the draft's {in_gib(self.draft_weights)}" if self.draft_weights else ""
+            raise FailedPrecondition(
+                f"{machine} is too small: {in_gib(total)} are needed, and {in_gib(left)} {why}: weights take "
+                f"{in_gib(self.weights)}{draft}, the KV of one request of max_model_len = {self.max_model_len} "
+                f"{in_gib(self.request)}; a shorter max_model_len or quantization = int8 takes less"
+            )
+
 
 def check_memory(gpu: Gpu, needed: Needed, utilization: float) -> None:
     """Raises FailedPrecondition, with the sizes, where the weights and one request cannot fit."""
     granted = min(int(gpu.total_memory * utilization), gpu.free_memory)
-    total = needed.weights + needed.draft_weights + needed.request
-    if total > granted:
-        draft = f", the draft's {in_gib(needed.draft_weights)}" if needed.draft_weights else ""
-        raise FailedPrecondition(
-            f"{gpu.name} is too small: {in_gib(total)} are needed, and {in_gib(granted)} may be used "
-            f"(gpu_memory_utilization = {utilization:g} of {in_gib(gpu.total_memory)}, of which "
-            f"{in_gib(gpu.free_memory)} are free): weights take {in_gib(needed.weights)}{draft}, the KV of one request "
-            f"of max_model_len = {needed.max_model_len} {in_gib(needed.request)}; "
-            "a shorter max_model_len or quantization = int8 takes less"
-        )
+    why = (
+        f"may be used (gpu_memory_utilization = {utilization:g} of {in_gib(gpu.total_memory)}, of which "
+        f"{in_gib(gpu.free_memory)} are free)"
+    )
+    needed.check(granted, gpu.name, why)
 
 
 def in_gib(size: int) -> str:

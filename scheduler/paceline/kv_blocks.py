@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.core.config import SchedulerConfig
-from paceline.device import Gpu, Needed, check_memory, in_gib
+from paceline.device import Gpu, Needed, in_gib
 from paceline.errors import FailedPrecondition, InvalidArgument
 from paceline.models import Model, ModelConfig, NativeDecoder
 from paceline.models.weights import weight_bytes
@@ -19,7 +19,7 @@ from paceline_kernels.cpu.memory import free_memory, total_memory
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MEMORY_SHARE = 0.25  # of the memory that is free at start, for KV on a CPU
+DEFAULT_MEMORY_SHARE = 0.25  # of the memory that weights leave free, for KV on a CPU
 MOST_CACHED = 4  # times as many KV blocks as all running requests can use: more only keep prompts that nobody asks for
 
 
@@ -29,26 +29,34 @@ def bytes_per_block(size: int, config: ModelConfig, draft: ModelConfig | None, d
     return sum(KVCache.bytes_per_block(c, size, dtype, lanes) for c in (config, draft) if c is not None)
 
 
-def choose_num_blocks(settings: EngineSettings, per_block: int, max_model_len: int, gpu: Gpu | None) -> int:
+def choose_num_blocks(settings: EngineSettings, per_block: int, needed: Needed, gpu: Gpu | None) -> int:
     """Blocks that the KV memory holds; at least one request of full length must fit. On a GPU, unless they are set,
-    no more than that: `measure_num_blocks` tells when the weights are there.
+    no more than that: `measure_num_blocks` tells when the weights are there. On a CPU they are told by what is free
+    before weights are loaded.
+
+    Raises:
+        InvalidArgument: the memory that is set is more than there is, or less than one request takes.
+        FailedPrecondition: weights and one request do not fit into what is free.
     """
-    needed = -(-max_model_len // settings.block_size)
+    least = needed.request // per_block
     if settings.kv_cache_memory is None:
         if gpu is not None:
-            return needed
+            return least
+        free = free_memory()
+        needed.check(free, _machine(gpu), "are free")
+        share = int((free - needed.weights - needed.draft_weights) * DEFAULT_MEMORY_SHARE)
         # Never more than every running request could use.
-        return max(needed, min(needed * settings.max_num_seqs, int(free_memory() * DEFAULT_MEMORY_SHARE) // per_block))
+        return max(least, min(least * settings.max_num_seqs, share // per_block))
     total = total_memory() if gpu is None else gpu.total_memory
     if settings.kv_cache_memory > total:
         allowed = f"at most {total} bytes, which is all that {_machine(gpu)} has"
         raise InvalidArgument("kv_cache_memory", settings.kv_cache_memory, allowed)
     num_blocks = settings.kv_cache_memory // per_block
-    if num_blocks < needed:
+    if num_blocks < least:
         raise InvalidArgument(
             "kv_cache_memory",
             settings.kv_cache_memory,
-            f"at least {needed * per_block} bytes, for one request of max_model_len = {max_model_len} tokens",
+            f"at least {needed.request} bytes, for one request of max_model_len = {needed.max_model_len} tokens",
         )
     return num_blocks
 
@@ -90,24 +98,22 @@ def gpu_blocks(left: int, per_block: int, config: SchedulerConfig, utilization: 
     return min(left // per_block, MOST_CACHED * needed * config.max_num_seqs)
 
 
-def check_gpu_memory(
+def needed_memory(
     settings: EngineSettings,
-    gpu: Gpu,
     config: ModelConfig,
     draft: ModelConfig | None,
     draft_quantization: str,
     dtype: torch.dtype,
     per_block: int,
     max_model_len: int,
-) -> None:
-    """Before minutes are spent on loading what cannot be served."""
-    needed = Needed(
+) -> Needed:
+    """Told before minutes are spent on loading what cannot be served."""
+    return Needed(
         weights=weight_bytes(config, dtype, int8=settings.quantization == "int8"),
         draft_weights=0 if draft is None else weight_bytes(draft, dtype, int8=draft_quantization == "int8"),
         request=-(-max_model_len // settings.block_size) * per_block,
         max_model_len=max_model_len,
     )
-    check_memory(gpu, needed, settings.gpu_memory_utilization)
 
 
 def _machine(gpu: Gpu | None) -> str:

@@ -31,7 +31,7 @@ class EngineSettings:
         device: "auto", "cpu" or "cuda"; auto is a GPU where torch finds one.
         gpu_memory_utilization: share of a GPU's memory that weights, steps and KV may take together.
         kv_cache_memory: bytes for target and draft KV together; None takes what is left of the share above, on a CPU
-            a quarter of what is free.
+            a quarter of what weights leave free.
         take_memory: all of it from the system at start, for which no step has to wait then.
         depth: "auto", "off", or a number of drafts for every request.
         min_depth: lowest depth of a request that does not ask for less.

@@ -26,7 +26,7 @@ from paceline.core.plan import PipelinedRunner, StepRunner
 from paceline.core.scheduler import Scheduler
 from paceline.core.speculation import SpeculationControl
 from paceline.core.tenant_policy import ONE_SHARE
-from paceline.device import Gpu, check_head_dim, choose_gpu
+from paceline.device import Gpu, Needed, check_head_dim, check_memory, choose_gpu
 from paceline.engine import Engine, GenerationRequest
 from paceline.engine.profile import profile
 from paceline.engine.tokenizer import TransformersTokenizer
@@ -91,7 +91,7 @@ def build_engine(settings: EngineSettings) -> Engine:
 def check_engine(settings: EngineSettings) -> None:
     """Raises what `build_engine` would, as far as that is known before anything is loaded that takes long."""
     settings.check()
-    _choose(settings)
+    _scheduler_config(settings, _choose(settings))
 
 
 # -- what the settings come to ----------------------------------------------------------------------------------------
@@ -110,6 +110,7 @@ class _Choices:
         draft_quantization: of its weights, "none" or "int8".
         default_sampling: that the checkpoint recommends.
         bytes_per_block: of target and draft KV together.
+        needed: memory, at the least.
     """
 
     gpu: Gpu | None
@@ -127,6 +128,7 @@ class _Choices:
     tokenizer: PreTrainedTokenizerBase
     max_model_len: int
     bytes_per_block: int
+    needed: Needed
 
     @property
     def device(self) -> torch.device:
@@ -164,10 +166,11 @@ def _choose(settings: EngineSettings) -> _Choices:
         if draft_config is not None:
             check_head_dim("draft", settings.draft, draft_config.head_dim)
     per_block = kv_blocks.bytes_per_block(settings.block_size, config, draft_config, dtype, chosen)
+    needed = kv_blocks.needed_memory(
+        settings, config, draft_config, draft_quantization, dtype, per_block, max_model_len
+    )
     if gpu is not None:
-        kv_blocks.check_gpu_memory(
-            settings, gpu, config, draft_config, draft_quantization, dtype, per_block, max_model_len
-        )
+        check_memory(gpu, needed, settings.gpu_memory_utilization)
     return _Choices(
         gpu=gpu,
         backend=chosen,
@@ -184,13 +187,14 @@ def _choose(settings: EngineSettings) -> _Choices:
         tokenizer=tokenizer,
         max_model_len=max_model_len,
         bytes_per_block=per_block,
+        needed=needed,
     )
 
 
 def _scheduler_config(settings: EngineSettings, choices: _Choices) -> SchedulerConfig:
     draft = choices.draft_config
     config = SchedulerConfig(
-        num_blocks=kv_blocks.choose_num_blocks(settings, choices.bytes_per_block, choices.max_model_len, choices.gpu),
+        num_blocks=kv_blocks.choose_num_blocks(settings, choices.bytes_per_block, choices.needed, choices.gpu),
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import backend, wiring
+from paceline import backend, kv_blocks, wiring
 from paceline.core.speculation_counts import SpeculationCounts
+from paceline.device import GIB, Needed
 from paceline.errors import FailedPrecondition, InvalidArgument, ModelLoadError
 from paceline.llm import LLM
 from paceline.runner import KVCache, ModelRunner
@@ -24,6 +25,8 @@ from paceline_kernels.cpu import memory
 from support.checkpoints import tiny_checkpoint
 from support.native import device_of, needs_compiler
 from support.pairs import tiny_pair
+
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +232,38 @@ def test_a_container_s_limit_bounds_kv_memory(
     assert isinstance(engine.runner, ModelRunner)
     held = sum(layer.nbytes for cache in engine.runner.kv_cache for layer in cache)
     assert held <= taken if taken is not None else held > 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("free", "blocks"),
+    [
+        (7 * GIB, "7.06 GiB are needed, and 7.00 GiB are free: weights take 6.00 GiB, the draft's 1.00 GiB, the KV "),
+        (7 * GIB + 64 * MIB, 64),  # of one request
+        (8 * GIB, 256),  # a quarter of what weights leave
+        (80 * GIB, 64 * 16),  # all that 16 requests can use
+    ],
+)
+def test_weights_leave_memory_for_kv(free: int, blocks: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_blocks, "free_memory", lambda: free)
+    needed = Needed(weights=6 * GIB, draft_weights=GIB, request=64 * MIB, max_model_len=1024)
+    settings = EngineSettings(max_num_seqs=16)
+    if isinstance(blocks, int):
+        assert kv_blocks.choose_num_blocks(settings, MIB, needed, None) == blocks
+        return
+    with pytest.raises(FailedPrecondition) as caught:
+        kv_blocks.choose_num_blocks(settings, MIB, needed, None)
+    assert blocks in str(caught.value)
+
+
+def test_too_little_memory_is_told_before_anything_is_loaded(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_blocks, "free_memory", lambda: 100_000)
+    monkeypatch.delattr(backend, "load")
+    settings = EngineSettings(*pair, device="cpu")
+    for refuse in (check_engine, build_engine):
+        with pytest.raises(FailedPrecondition, match=r"^this machine or its container is too small: "):
+            refuse(settings)
 
 
 def test_no_more_kv_memory_than_a_container_has(

@@ -16,6 +16,7 @@ from torch import Tensor
 import paceline_kernels as ops
 from paceline.models import Decoder, ModelConfig, NativeDecoder
 from paceline.models.config import Llama3Scaling
+from paceline.models.weights import weight_bytes
 from paceline_kernels import PagedBatch, reference
 from paceline_kernels.cpu.decoder import Choice, Choices
 from paceline_kernels.ops import Ops
@@ -60,6 +61,21 @@ CONFIG = ModelConfig(
     eos_token_ids=(0,),
 )
 SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize("format", list(FORMATS))
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_config_tells_what_weights_take(format: str, tied: bool) -> None:
+    dtype, int8 = FORMATS[format]
+    # Sizes without padding, and so large that vectors, which are float32 here, are nothing beside matrices.
+    config = replace(
+        CONFIG, hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=2048, tie_word_embeddings=tied
+    )
+    weights = NativeDecoder(config, dtype, int8=int8)._weights
+    matrices = [m for layer in weights.layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    held = sum(matrix.nbytes for matrix in [*matrices, weights.head])
+    held += 0 if weights.embedding is None else weights.embedding.nbytes
+    assert weight_bytes(config, dtype, int8=int8) == pytest.approx(held, rel=0.02)
 
 
 @st.composite
