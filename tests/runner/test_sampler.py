@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import paceline_kernels as ops
+from paceline.core.grammar import Mask, mask_of
 from paceline.core.params import Constraints
 from paceline.runner import sampler
 from paceline.runner.positions import Positions
@@ -212,6 +216,26 @@ def test_dead_rows_are_told() -> None:
     assert sorted(edit_(logits, batch)) == [2, 6, 7, 8, 11]
     assert torch.isneginf(logits).all(-1).nonzero().flatten().tolist() == [2, 6, 7, 8, 11]
     assert (distribution_(logits, batch)[[2, 6, 7, 8, 11]] == 0).all()
+
+
+def test_the_mask_of_allowed_tokens_is_made_once_and_goes_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Mask]] = []
+
+    def make(token_ids: Iterable[int], vocab_size: int) -> Mask:
+        mask = mask_of(token_ids, vocab_size)
+        made.append(weakref.ref(mask))
+        return mask
+
+    monkeypatch.setattr(sampler, "mask_of", make)
+    for count in (1, 2):
+        sequence = make_sequence(allowed_token_ids=(0, 2))
+        for drafts in ([], [2, 0]):
+            logits = torch.zeros(1 + len(drafts), 3)
+            edit_(logits, [positions_of(sequence, drafts)])
+            assert torch.isneginf(logits).tolist() == [[False, True, False]] * len(logits)
+        assert len(made) == count
+    del sequence
+    assert [ref() for ref in made] == [None, None]
 
 
 def test_a_mask_is_not_written_to() -> None:

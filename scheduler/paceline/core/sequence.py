@@ -14,24 +14,28 @@ behind (d3 and the bonus), else one.
 from __future__ import annotations
 
 from paceline.core.bad_words import BadWords
+from paceline.core.grammar import Mask
 from paceline.core.plan import Admission, SequenceWork
 from paceline.core.token_counts import TokenCounts
 
 
 class Sequence:
-    """Mutated only by the runner that owns it, through `extend` and `commit`; a drafter moves `num_draft_computed`.
+    """Mutated only by the runner that owns it, through `extend` and `commit`; a drafter moves `num_draft_computed`, the
+    sampler sets `allowed`.
 
     Attributes:
         token_ids: prompt and emitted tokens.
         block_ids: block table; position i lives in block_ids[i // block_size].
         num_computed: leading tokens that have target KV.
         num_draft_computed: leading tokens that have draft KV.
+        allowed: the mask of its allowed tokens, kept here by the sampler, who builds it when it is first needed.
         bad_words: what the completion may not contain, if anything.
         counts: how often each token stands in it, if penalties need to know.
         matcher: where the completion stands in its grammar, if it has one.
     """
 
     __slots__ = (
+        "allowed",
         "bad_words",
         "block_ids",
         "counts",
@@ -53,6 +57,7 @@ class Sequence:
         self.num_computed = admission.num_computed
         self.num_draft_computed = admission.num_draft_computed
         self.counts = TokenCounts(self.prompt, self.output) if self.params.sampling.penalised else None
+        self.allowed: Mask | None = None
         words = self.params.constraints.bad_words
         self.bad_words = BadWords(words) if words else None
         grammar = self.params.constraints.grammar

@@ -12,7 +12,6 @@ A row without a feature takes no part in it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -30,8 +29,6 @@ from paceline.runner.positions import Positions
 SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-30, 1e30
 # Beyond these a repetition penalty would be 0 or infinity in float32, and 0 times infinity is no number.
 SMALLEST_REPETITION, LARGEST_REPETITION = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-
-_mask_of = functools.lru_cache(maxsize=256)(mask_of)  # of a request's allowed tokens, which every step asks for
 
 
 def edit_(logits: Tensor, batch: Seq[Positions]) -> list[int]:
@@ -141,10 +138,12 @@ def _restrict(logits: Tensor, edited: list[tuple[int, Positions]]) -> list[int]:
 
 def _allowed(positions: Positions, vocab: int) -> Mask | None:
     """What the grammar and the list of allowed tokens leave at every row, [rows, words]; None without either."""
-    allowed = positions.params.sampling.allowed_token_ids
+    sequence, allowed = positions.sequence, positions.params.sampling.allowed_token_ids
     if not allowed:
         return positions.masks
-    own = _mask_of(allowed, vocab)
+    if sequence.allowed is None:
+        sequence.allowed = mask_of(allowed, vocab)
+    own = sequence.allowed
     return np.broadcast_to(own, (len(positions), len(own))) if positions.masks is None else positions.masks & own
 
 
