@@ -498,3 +498,5 @@ def _serve(engine: Engine, kinds: Sequence[SamplingParams], logprobs: LogprobsPa
         while waiting and engine.has_room_for(waiting[-1]):
             engine.add(waiting.pop())
         engine.step()
+        for _, error in engine.take_refused():  # as all others would, in every step
+            raise FailedPrecondition(f"the model cannot be served, its first request fails: {error}") from error

@@ -20,7 +20,7 @@ from paceline.core.method import Method
 from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
 from paceline.core.plan import StepPlan
 from paceline.engine import Engine, GenerationRequest, StepLoop
-from paceline.errors import NotFinite, PacelineError
+from paceline.errors import FailedPrecondition, NotFinite, PacelineError
 from paceline.runner import ModelRunner
 from paceline.runner.device_runner import DeviceRunner
 from paceline.runner.device_step import Part
@@ -222,6 +222,20 @@ def test_drafts_that_are_rejected_break_nothing(pair: tuple[Path, Path], monkeyp
     monkeypatch.setattr(drafter, "propose", bad_drafts)
     assert run(engine, [request(prompt) for prompt in PROMPTS]) == expected
     assert drafted > 0
+
+
+def test_a_model_that_computes_no_numbers_at_all_is_not_served(
+    pair: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even measured: each of the steps that are would fail, and tell so in the log."""
+    target = shutil.copytree(pair[0], tmp_path / "target")
+    weights = load_file(target / "model.safetensors")
+    weights["model.norm.weight"][:] = torch.nan
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FailedPrecondition, match=r"its first request fails: .* not finite .* weights are damaged"):
+        build_engine(EngineSettings(target, device="cpu", backend="torch", kv_cache_memory=1 << 20))
+    failing = [record for record in caplog.records if "fails in a step" in record.getMessage()]
+    assert len(failing) == 3, "one for each kind of request"
 
 
 async def test_a_client_is_told(pair: tuple[Path, Path]) -> None:
