@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+import tracemalloc
 
 import pytest
 
 from paceline.core.method import Method
 from paceline.core.plan import LONGEST_MATCH, LONGEST_NGRAM, Admission, SequenceWork
 from paceline.core.sequence import Sequence
-from paceline.speculation import Ngram
+from paceline.speculation import Ngram, ngram_index
+from paceline.speculation.ngram_index import NgramIndex
 
 
 def propose(drafter: Ngram, sequence: Sequence, depth: int) -> list[int]:
@@ -55,14 +57,17 @@ def test_examples(text: list[int], depth: int, expected: list[int]) -> None:
     assert propose(Ngram(), sequence_of(text), depth) == expected
 
 
-def test_growing_text_agrees_with_a_search_from_scratch() -> None:
+@pytest.mark.parametrize("recent", [0, 5, 150, 1 << 20])
+def test_growing_text_agrees_with_a_search_from_scratch(recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its n-grams are packed now and then, or never."""
+    monkeypatch.setattr(ngram_index, "RECENT", recent)
     rng = random.Random(4)
     drafter = Ngram()
     sequence = sequence_of([0, 1])
     matches = set()
     for step in range(300):
         if step % 10:
-            sequence.token_ids.extend(rng.randrange(4) for _ in range(rng.randint(1, 5)))
+            sequence.token_ids.extend(rng.choice((0, 1, 151_935, 2**31 - 1)) for _ in range(rng.randint(1, 5)))
         else:
             start = rng.randrange(max(1, len(sequence.token_ids) - 24))
             sequence.token_ids.extend(sequence.token_ids[start : start + 24])
@@ -71,6 +76,20 @@ def test_growing_text_agrees_with_a_search_from_scratch() -> None:
         assert propose(drafter, sequence, 5) == expected
         matches.add(match)
     assert {2, 3, 4, 5, LONGEST_MATCH} <= matches
+
+
+def test_long_texts_take_few_bytes_per_token() -> None:
+    rng = random.Random(1)
+    text = [rng.randrange(150_000) for _ in range(50_000)]
+    index = NgramIndex()
+    tracemalloc.start()
+    try:
+        for size in (40_000, *range(40_001, len(text) + 1, 7)):
+            index.read(text[:size])
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 80 * len(text)
 
 
 @pytest.mark.parametrize(
