@@ -50,6 +50,7 @@ LLAMA_5X: dict[str, Any] = {
 QWEN2: dict[str, Any] = {
     **LLAMA_4X,
     "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
     "rope_scaling": None,
     "sliding_window": 4096,
     "use_sliding_window": False,
@@ -82,7 +83,8 @@ def test_missing_and_null_values_have_the_defaults_of_transformers(write: Callab
     config = load_model_config(write(small, head_dim=None, num_key_value_heads=None, rope_theta=None))
     assert (config.head_dim, config.num_kv_heads, config.rope_theta) == (16, 4, 10000.0)
     assert (config.rope_scaling, config.dtype, config.eos_token_ids) == (None, None, ())
-    assert load_model_config(write(small, architectures=["Qwen3ForCausalLM"])).head_dim == 128
+    qwen3 = load_model_config(write(small, architectures=["Qwen3ForCausalLM"], model_type=None))
+    assert (qwen3.head_dim, qwen3.qk_norm) == (128, True)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +93,11 @@ def test_missing_and_null_values_have_the_defaults_of_transformers(write: Callab
         ({}, (False, False, False)),
         ({"attention_bias": True}, (True, True, False)),
         ({"mlp_bias": True}, (False, False, True)),
-        ({"architectures": ["Qwen2ForCausalLM"]}, (True, False, False)),
-        ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, (True, True, False)),
+        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, (True, False, False)),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": True},
+            (True, True, False),
+        ),
     ],
 )
 def test_biases_by_family(write: Callable[..., Path], changes: dict[str, Any], biases: tuple[bool, ...]) -> None:
@@ -132,6 +137,9 @@ def test_generation_config_decides_the_end_and_the_defaults(write: Callable[...,
     [
         ({"architectures": ["MambaForCausalLM"]}, ["architectures", "MambaForCausalLM", "LlamaForCausalLM"]),
         ({"architectures": None}, ["architectures", "None"]),
+        ({"model_type": "mistral"}, ["model_type", "'mistral'", "'llama'", "LlamaForCausalLM"]),
+        ({"model_type": ["llama"]}, ["model_type", "found ['llama']"]),
+        ({"architectures": ["Qwen2ForCausalLM"]}, ["model_type", "'llama'", "'qwen2'"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"hidden_size": "64"}, ["hidden_size", "'64'", "positive integer"]),
         ({"hidden_size": 0}, ["hidden_size", "0"]),

@@ -176,7 +176,11 @@ def _architecture(config: _Section) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in list(FAMILIES):
         config.refuse("architectures", f"one of {', '.join(FAMILIES)}")
-    return str(names[0])
+    architecture = str(names[0])
+    model_type = FAMILIES[architecture].model_type
+    if config.get("model_type") not in (None, model_type):  # by which transformers goes
+        config.refuse("model_type", f"{model_type!r}, as of {architecture}")
+    return architecture
 
 
 def _refuse_unsupported(config: _Section) -> None:

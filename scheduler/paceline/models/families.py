@@ -11,6 +11,7 @@ from types import MappingProxyType
 class Family:
     """Traits that config.json does not spell out."""
 
+    model_type: str  # as config.json calls it
     attention_bias: bool | None = None  # of q, k and v; None: config.json's `attention_bias` decides
     output_bias: bool | None = None  # of o; None: likewise
     mlp_bias: bool | None = False  # of gate, up and down; None: config.json's `mlp_bias` decides
@@ -20,8 +21,8 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "LlamaForCausalLM": Family(mlp_bias=None),
-        "Qwen2ForCausalLM": Family(attention_bias=True, output_bias=False),
-        "Qwen3ForCausalLM": Family(qk_norm=True, head_dim=128),
+        "LlamaForCausalLM": Family("llama", mlp_bias=None),
+        "Qwen2ForCausalLM": Family("qwen2", attention_bias=True, output_bias=False),
+        "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128),
     }
 )
