@@ -14,7 +14,7 @@ from paceline.core.depth_policy import FixedDepth
 from paceline.core.method import Method
 from paceline.core.params import SchedulingParams
 from paceline.core.plan import StepPlan, StepTimes
-from paceline.core.request import Request
+from paceline.core.request import Request, RequestStatus
 from paceline.core.slowdown import LEAST_ROWS, Slowdown
 from paceline.core.speculation import SpeculationControl
 from paceline.core.tenant_policy import TenantPolicy
@@ -88,6 +88,31 @@ def test_who_runs_goes_on_while_the_next_of_another_finds_no_room() -> None:
     assert any(request.request_id in shop.scheduler.running for request in started)
     shop.step_until(lambda: not any(request.request_id in shop.scheduler.running for request in started), 200)
     assert all(len(request.output_token_ids) == 40 for request in started)
+
+
+def test_who_runs_goes_on_while_those_of_another_wait_for_their_prompt() -> None:
+    """Though that tenant is owed: it can start nothing before, but for what does not wait."""
+    shop = Shop(max_num_seqs=16, max_model_len=1000, long_prefill_threshold=LEAST_ROWS, max_slowdown=8.0)
+    light = shop.add_for("b", 4, 400)
+    shop.step_until(lambda: bool(light.output_token_ids))
+    for _ in range(40):
+        shop.add_for("a", 4, 300)
+    for _ in range(50):
+        shop.step()
+    leader = shop.add_for("c", 800, 20)
+    for _ in range(13):
+        shop.add(leader.prompt_token_ids, 20, sibling=leader, scheduling=SchedulingParams("c"))
+    shop.step_until(lambda: leader.num_computed_tokens > 0)
+    for _ in range(10):
+        shop.step()
+        assert light.status is RequestStatus.RUNNING
+        assert shop.rows_of("c", shop.plans[-1]) == [LEAST_ROWS]
+        assert shop.rows_of("a", shop.plans[-1])
+    other = shop.add_for("c", 4, 20)
+    shop.step()
+    assert other.status is RequestStatus.RUNNING
+    shop.abort(light)
+    shop.drain()
 
 
 def until_b_ends(shop: Shop) -> list[StepPlan]:

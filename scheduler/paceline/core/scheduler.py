@@ -472,9 +472,14 @@ class Scheduler:
         return crowd
 
     def _could_fit(self, tenant: Tenant) -> bool:
-        """Its next request finds room, or would if all gave way to it who are ahead of it."""
-        request = tenant.queue.first()
-        assert request is not None, "of tenants that wait"
+        """Its next request that does not wait for its prompt finds room, or would if all gave way to it who are ahead
+        of it.
+        """
+        while (request := tenant.queue.first()) is not None and self.prefixes.awaits_sibling(request):
+            tenant.queue.set_aside()
+        tenant.queue.take_back()
+        if request is None:
+            return False
         known, _ = self.prefixes.find(request)
         missing = self.config.blocks_for(request.num_tokens) - len(known)
         return self._fits(missing, known) or self._would_suffice(self._far_ahead(tenant), missing, known)
