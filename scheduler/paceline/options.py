@@ -129,17 +129,17 @@ def items_of(prompt: object) -> list[Any] | None:
 
 
 def plain_numbers(given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers as Python's own, of their annotations' types, which compiled code wants: numpy's are others.
+    """Numbers where annotations have them, as Python's own of those types: compiled code wants no others, as numpy's.
 
     Raises:
         InvalidArgument: a number too large for a float.
     """
     plain = dict(given)
     for name, value in given.items():
-        if is_number(value):
+        types = get_args(hints[name]) or (hints[name],)
+        if is_number(value) and (float in types or int in types):
             try:
-                is_float = float in (get_args(hints[name]) or (hints[name],))
-                plain[name] = float(value) if is_float else int(value)
+                plain[name] = float(value) if float in types else int(value)
             except OverflowError as error:
                 raise InvalidArgument(name, value, "a number that a float can hold") from error
     return plain

@@ -179,6 +179,8 @@ def test_a_message_without_what_makes_it_one_is_refused(message: dict[str, objec
         ({"speculation": 3}, "speculation"),
         ({"temperature": True}, "temperature"),
         ({"verification": 3}, "verification"),
+        ({"verification": math.nan}, "verification"),
+        ({"stop": math.nan}, "stop"),
         ({"top_k": 1.5}, "top_k"),
         ({"top_k": True}, "top_k"),
         ({"seed": 1.5}, "seed"),
