@@ -5,6 +5,8 @@ The harness checks at each admission that the request shares what it can; the ru
 
 from __future__ import annotations
 
+from collections.abc import ValuesView
+
 import pytest
 
 from core.harness import Harness, always, never, percent_right, prompt_of
@@ -13,7 +15,7 @@ from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
 from paceline.core.method import Method
 from paceline.core.plan import FinishReason
-from paceline.core.request import RequestStatus
+from paceline.core.request import Request, RequestStatus
 from paceline.sim import reference_output
 
 every_method = pytest.mark.parametrize("method", Method)
@@ -328,6 +330,32 @@ def test_who_waits_behind_a_group_starts_while_its_prompt_is_read(lag: int) -> N
     harness.step_until(lambda: follower.status is RequestStatus.RUNNING)
     assert follower.num_cached_tokens == 16
     assert last.status is RequestStatus.WAITING
+    harness.drain()
+
+
+def test_without_a_place_nobody_looks_at_all_who_wait() -> None:
+    """Of thousands that wait for their prompts, in every step until these are read."""
+
+    class Siblings(dict[int, Request]):
+        looks = 0
+
+        def values(self) -> ValuesView[Request]:
+            self.looks += 1
+            return super().values()
+
+    config = SchedulerConfig(num_blocks=256, block_size=4, max_num_seqs=2, max_model_len=200, long_prefill_threshold=4)
+    harness = Harness(config, FixedDepth(0))
+    for _ in range(2):
+        group = harness.add_group(20, 100)
+        siblings = Siblings(group[0].siblings)
+        for request in group:
+            request.siblings = siblings
+    harness.step_until(lambda: group[0].status is RequestStatus.RUNNING)
+    before = siblings.looks
+    for _ in range(10):
+        harness.step()
+    assert group[0].num_computed_tokens < 100
+    assert siblings.looks - before <= 10
     harness.drain()
 
 

@@ -551,6 +551,8 @@ class Scheduler:
                 held_up.add(tenant)
                 continue
             if self.prefixes.awaits_sibling(request):  # for as long as a prompt takes: meanwhile others may start
+                if len(self.running) >= self.config.max_num_seqs and not self._over_served(tenant, now):
+                    break  # if there is a place: those who wait may be thousands
                 tenant.queue.set_aside()
                 passed_over.append(tenant)
                 continue
