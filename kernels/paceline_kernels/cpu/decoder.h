@@ -1,8 +1,9 @@
 // A decoder-only transformer over paged KV, all of its layers in one call.
 //
 // Every thread of a team walks through the layers together with the others: an operation is a loop that they share, and
-// ends with a barrier. The residual stream and all sums are float32; what is multiplied is T, float or bfloat16,
-// rounded once. Whatever an operation computes for a row follows from that row alone.
+// ends with a barrier; but what all of them read of a single row each computes for itself. The residual stream and all
+// sums are float32; what is multiplied is T, float or bfloat16, rounded once. Whatever an operation computes for a row
+// follows from that row alone.
 #pragma once
 
 #include <vector>

@@ -91,7 +91,7 @@ Tiled<Activation<T>> activations(Zeroed<Activation<T>>& memory, int64_t rows, in
     return {memory.get(elements, padded == size ? 0 : height), padded, height};
 }
 
-// The same of what `share_rows` fills, each thread's own.
+// The same in `Copies`, which `share_rows` fills.
 template <class T>
 class OwnActivations {
 public:

@@ -9,7 +9,7 @@ namespace {
 // To the nearest integer, of magnitude below 2^22: adding 1.5 * 2^23 leaves it in the low bits.
 inline Ints rounded(Floats x) { return (Ints)(x + 0x1.8p23f) - 0x4b400000; }
 
-// Rows of x in 8 bits. Shared by the team, group by group, since there may be but one row.
+// Rows of x in 8 bits: of several the team shares the groups, since rows may be few; a single one each thread rounds itself.
 template <class T>
 void quantize(Team& team, const Tiled<T>& x, int64_t rows, const Packed8::Input& to) {
     team.share_rows(rows, rows * to.groups(), [&](int64_t item) {
