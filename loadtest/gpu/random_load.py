@@ -162,7 +162,8 @@ class RandomLoad:
         found = self._not_repeated(done) + self._changed()
         # Of all that was live before, the runner has been told by now that it has ended.
         found += [one for one in remainders(self.engine, self._runner) if one not in left]
-        self._done = []  # those that were computed again just now
+        done.clear()  # or they would be counted with what is left
+        self._done.clear()  # those that were computed again just now
         self._footprints.append(Footprint.now(self.engine))
         found += self._footprints[-1].growth(self._footprints[0])
         self._report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from paceline.engine import Engine
 from paceline.runner.device_runner import DeviceRunner
 from paceline.wiring import build_engine
 from support.launching import LaunchingRunner
+from support.native import needs_compiler
 from support.pairs import tiny_pair
 
 sys.path.append(str(Path(__file__).parents[2] / "loadtest" / "gpu"))  # last: its bench.py is not the only one
@@ -27,7 +29,7 @@ sys.path.append(str(Path(__file__).parents[2] / "loadtest" / "gpu"))  # last: it
 import random_load
 from leaks import MIB, MOST_HOST_GROWTH, MOST_MORE, Footprint, host_growth
 from offers import Offers
-from random_load import RandomLoad
+from random_load import RandomLoad, Reader
 
 MAX_LEN = 96
 
@@ -58,6 +60,25 @@ def test_nothing_is_left_of_it(load: RandomLoad) -> None:
     counts = load.counts
     assert {"aborted: running", "aborted: waiting", "done: max_tokens"} <= counts.ends.keys()
     assert counts.ended.accepted_tokens > 0
+
+
+@needs_compiler
+def test_what_was_computed_again_is_not_held_while_objects_are_counted(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the native backend gives the same tokens in every batch, so that there is anything to compute again."""
+    held, now = [], Footprint.now
+
+    def counted(engine: Engine) -> Footprint:
+        held.extend(one for one in gc.get_objects() if type(one) is Reader)
+        return now(engine)
+
+    monkeypatch.setattr(Footprint, "now", counted)
+    load = RandomLoad(build(pair, "native"), seed=0, say=print)
+    load.load(ticks=150)
+    load.drain()
+    assert load.counts.repeated > 0
+    assert held == []
 
 
 def test_it_runs_for_so_long_and_twice_at_least(load: RandomLoad) -> None:
