@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -276,6 +278,24 @@ def test_the_number_of_threads_changes_nothing(format_: str) -> None:
         with threads(count):
             results.append(paged_logits(model, prompts))
     assert all(torch.equal(result[name], results[0][name]) for result in results for name in prompts)
+
+
+def test_a_single_row_takes_little_memory_for_many_threads() -> None:
+    """Each has a copy of its own, but without the room for fifteen other rows."""
+    config = replace(CONFIG, hidden_size=4096, num_layers=1)
+    model = native(config, "float32", random_weights(NativeDecoder(config, torch.float32), seed=0))
+    with threads(32):
+        run_logits(model, [1, 2], [2])  # for which threads begin, and take what they always need
+        before = _resident_memory()
+        run_logits(model, [1], [1])
+        taken = _resident_memory() - before
+    copy = config.hidden_size * torch.float32.itemsize
+    assert taken < 32 * 8 * copy  # of the hidden state and of what the head reads
+
+
+def _resident_memory() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("format_", FORMATS)

@@ -169,9 +169,9 @@ struct Tiled {
     int64_t height;
 
     static int64_t padded(int64_t size) { return round_up(size, PIECE<T>); }
-    // With what a matrix unit reads behind the last of a few rows.
+    // With what a matrix unit reads behind the last of a few rows: of the last piece as many as of a whole tile.
     static int64_t elements(int64_t rows, int64_t size, int64_t height) {
-        return round_up(round_up(rows, height), LANES) * padded(size);
+        return round_up(rows, height) * padded(size) + std::max<int64_t>(0, LANES - height) * PIECE<T>;
     }
 
     // Of the tile that begins at row height * block and column PIECE * piece.
