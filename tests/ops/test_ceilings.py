@@ -70,6 +70,7 @@ def test_median_seconds_leaves_out_the_first_call(monkeypatch: pytest.MonkeyPatc
 
 def test_a_buffer_leaves_most_of_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "none")
     sizes = {"SC_AVPHYS_PAGES": 1 << 30, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr("os.sysconf", sizes.__getitem__)
     for cache, size in ((0, 1 << 30), (100 * MIB, 1 << 30), (1000 * MIB, 2500 * MIB)):

@@ -305,7 +305,7 @@ async def test_the_request_says_what_was_written() -> None:
         (["x", "--top-p", "1.5"], "sampling.top_p = 1.5"),
         (["x", "--model", "another"], "'another'"),
         (["x", "--depth", "2", "--max-num-seqs", "4"], "given without --max-num-seqs, --depth"),
-        (["x", "--tls-ca", "/no/such/file"], "tls = '/no/such/file'"),
+        (["x", "--tls-ca", "/no/such/file"], "tls_ca = '/no/such/file'"),
     ],
 )
 async def test_bad_values_are_one_line(free: Serving, arguments: list[str], said: str) -> None:
