@@ -83,30 +83,38 @@ struct Packed8::Input {
     int64_t index(int64_t row, int64_t group) const { return group * rows + row; }
 };
 
-// Activations that meet weights T, whose padding they share.
+// How activations lie that meet weights T, whose padding they share.
 template <class T>
-Tiled<Activation<T>> activations(Zeroed<Activation<T>>& memory, int64_t rows, int64_t size) {
-    const int64_t padded = Tiled<T>::padded(size), height = tile_height<T>(rows);
-    const int64_t elements = Tiled<Activation<T>>::elements(rows, padded, height);
-    return {memory.get(elements, padded == size ? 0 : height), padded, height};
+struct ActivationShape {
+    int64_t size, height, elements, layout;
+
+    ActivationShape(int64_t rows, int64_t inputs)
+        : size(Tiled<T>::padded(inputs)),
+          height(tile_height<T>(rows)),
+          elements(Tiled<Activation<T>>::elements(rows, size, height)),
+          layout(size == inputs ? 0 : height) {}
+};
+
+template <class T>
+Tiled<Activation<T>> activations(Zeroed<Activation<T>>& memory, int64_t rows, int64_t inputs) {
+    const ActivationShape<T> shape(rows, inputs);
+    return {memory.get(shape.elements, shape.layout), shape.size, shape.height};
 }
 
 // The same in `Copies`, which `share_rows` fills.
 template <class T>
 class OwnActivations {
 public:
-    void reserve(int64_t rows, int64_t size, int64_t threads) {
-        size_ = Tiled<T>::padded(size);
-        height_ = tile_height<T>(rows);
-        const int64_t elements = Tiled<Activation<T>>::elements(rows, size_, height_);
-        copies_.reserve(rows, elements, threads, size_ == size ? 0 : height_);
+    void reserve(int64_t rows, int64_t inputs, int64_t threads) {
+        shape_ = {rows, inputs};
+        copies_.reserve(rows, shape_.elements, threads, shape_.layout);
     }
 
-    Tiled<Activation<T>> own() const { return {copies_.own(), size_, height_}; }
+    Tiled<Activation<T>> own() const { return {copies_.own(), shape_.size, shape_.height}; }
 
 private:
     Copies<Activation<T>> copies_;
-    int64_t size_ = 0, height_ = 0;
+    ActivationShape<T> shape_{0, 0};
 };
 
 // Of one tile of weights with up to MOST_ROWS rows.
