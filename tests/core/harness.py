@@ -269,7 +269,8 @@ class Harness:
         for admission in plan.admitted:
             request = self.requests[admission.request_id]
             wanted = (len(request.prompt_token_ids) - 1) // self.config.block_size * self.config.block_size
-            others = [self.requests[i] for i in request.siblings if i in computed]
+            live = [self.requests[i] for i in computed if i in self.scheduler.requests]
+            others = [other for other in live if other.siblings is request.siblings]
             can_share = any(computed[other.request_id] >= wanted for other in others)
             assert can_share or all(other.max_output_tokens == 1 for other in others), "a prompt is computed twice"
             shared = wanted if can_share else 0

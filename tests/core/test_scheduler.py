@@ -28,6 +28,7 @@ def harness_of(
     depth: int = 3,
     lag: int = 0,
     prefix_cache: PrefixScope = PrefixScope.OFF,
+    long_prefill_threshold: int | None = None,
 ) -> Harness:
     config = SchedulerConfig(
         num_blocks=num_blocks,
@@ -38,6 +39,7 @@ def harness_of(
         max_queued=max_queued,
         method=method,
         prefix_cache=prefix_cache,
+        long_prefill_threshold=long_prefill_threshold,
     )
     return Harness(config, FixedDepth(depth), lag)
 

@@ -196,9 +196,10 @@ def test_a_leader_whose_first_token_ends_it(lag: int) -> None:
 @both_lags
 @every_method
 @pytest.mark.parametrize("planned", [False, True])
-def test_a_leader_aborted_in_its_prompt(lag: int, method: Method, planned: bool) -> None:
+@pytest.mark.parametrize("budget", [8, 64])
+def test_a_leader_aborted_in_its_prompt(lag: int, method: Method, planned: bool, budget: int) -> None:
     """The next computes the prompt anew, and the last shares with that one."""
-    harness = harness_of(method=method, lag=lag, budget=8)
+    harness = harness_of(method=method, lag=lag, budget=budget, long_prefill_threshold=8)
     leader, second, third = harness.add_group(3, 21, max_tokens=9)
     harness.step()
     while planned and len(harness.outstanding) <= lag and harness.plan().work:
@@ -238,7 +239,7 @@ def test_a_follower_aborted_in_the_queue_holds_up_nobody(lag: int) -> None:
     harness.abort(second)
     harness.drain()
     assert third.num_cached_tokens == 20
-    assert leader.siblings == {}
+    assert (leader.siblings.running, leader.siblings.held) == ({}, [])
 
 
 # -- short of blocks -------------------------------------------------------------------------------------------------
@@ -333,29 +334,36 @@ def test_who_waits_behind_a_group_starts_while_its_prompt_is_read(lag: int) -> N
     harness.drain()
 
 
-def test_without_a_place_nobody_looks_at_all_who_wait() -> None:
-    """Of thousands that wait for their prompts, in every step until these are read."""
+@pytest.mark.parametrize("short_of", ["places", "blocks", "nothing"])
+def test_nobody_looks_at_all_who_wait_for_their_prompts(short_of: str) -> None:
+    """Who may be thousands, in every step until these are read."""
 
-    class Siblings(dict[int, Request]):
+    class Running(dict[int, Request]):
         looks = 0
 
         def values(self) -> ValuesView[Request]:
             self.looks += 1
             return super().values()
 
-    config = SchedulerConfig(num_blocks=256, block_size=4, max_num_seqs=2, max_model_len=200, long_prefill_threshold=4)
+    config = SchedulerConfig(
+        num_blocks=60 if short_of == "blocks" else 256,
+        block_size=4,
+        max_num_seqs=2 if short_of == "places" else 8,
+        max_model_len=200,
+        long_prefill_threshold=4,
+    )
     harness = Harness(config, FixedDepth(0))
     for _ in range(2):
         group = harness.add_group(20, 100)
-        siblings = Siblings(group[0].siblings)
-        for request in group:
-            request.siblings = siblings
+        running = group[0].siblings.running = Running()
+    harness.add(100)  # finds no room behind the groups where blocks are short
     harness.step_until(lambda: group[0].status is RequestStatus.RUNNING)
-    before = siblings.looks
+    harness.step()
+    before = running.looks
     for _ in range(10):
         harness.step()
     assert group[0].num_computed_tokens < 100
-    assert siblings.looks - before <= 10
+    assert running.looks - before <= 10
     harness.drain()
 
 

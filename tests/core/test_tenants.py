@@ -364,7 +364,7 @@ def test_a_request_that_has_run_gives_way_to_nobody() -> None:
     shop = Shop(max_queued=4)
     flood = [shop.add_for("a") for _ in range(4)]
     for request in flood[1:]:
-        request.has_begun = True
+        request.siblings.have_begun = True
     shop.add_for("b")
     with pytest.raises(Unavailable):
         shop.add_for("b")

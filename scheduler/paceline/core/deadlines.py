@@ -93,7 +93,7 @@ class Deadlines:
         """The end of a request by the first moment that it missed: who only waited for too long may come again."""
         timeout = request.scheduling.queue_timeout
         first = min(moment for moment, _ in self._moments(request))
-        if not request.has_begun and timeout is not None and request.arrival + timeout == first:
+        if not request.siblings.have_begun and timeout is not None and request.arrival + timeout == first:
             text = f"not admitted within scheduling.queue_timeout, {timeout:g} s"
             return QueueTimeout(text, self.rate.seconds_until_ends(1))
         return DeadlineExceeded("too late: the time is over")
@@ -102,7 +102,7 @@ class Deadlines:
         """What the request has to reach yet: until when, and in how many seconds from a start."""
         params, moments = request.scheduling, []
         to_read = request.num_tokens - num_cached
-        if not request.has_begun:
+        if not request.siblings.have_begun:
             if params.queue_timeout is not None:
                 moments.append((request.arrival + params.queue_timeout, 0.0))
             if params.time_to_first_token is not None:

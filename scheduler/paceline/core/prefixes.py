@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.kv_cache_manager import KVCacheManager
 from paceline.core.prefix_cache import first_key, next_key
-from paceline.core.request import RUNNING, Request
+from paceline.core.request import Request
 
 
 class Prefixes:
@@ -30,17 +30,22 @@ class Prefixes:
         if self.is_on:
             known = self.kv.cache.find(self._keys(request, (request.num_tokens - 1) // self.block_size))
         if self._num_shareable(request) > len(known):
-            for sibling in request.siblings.values():
-                if sibling.status is RUNNING and self._has_prompt(sibling):
+            for sibling in request.siblings.running.values():
+                if self.has_prompt(sibling):
                     blocks = self.kv.table(sibling.request_id)[: self._num_shareable(request)]
                     return blocks, min(len(blocks), sibling.num_draft_computed // self.block_size)
         return known, self.kv.cache.num_drafted(known)
 
     def awaits_sibling(self, request: Request) -> bool:
         """Another completion computes the prompt right now, of which this one will share whole blocks."""
-        # One of a single token ends with the step that computes its prompt: nobody can share with it.
-        running = [s for s in request.siblings.values() if s.status is RUNNING and s.max_output_tokens > 1]
-        return bool(running) and not any(map(self._has_prompt, running))
+        computes = False
+        for sibling in request.siblings.running.values():
+            # One of a single token ends with the step that computes its prompt: nobody can share with it.
+            if sibling.max_output_tokens > 1:
+                if self.has_prompt(sibling):
+                    return False
+                computes = True
+        return computes
 
     def share(self, request: Request, blocks: Sequence[int], num_drafted: int) -> None:
         """Begin the request's table with what was found for it."""
@@ -82,7 +87,8 @@ class Prefixes:
         """Blocks that the prompt fills, without its last token."""
         return (len(request.prompt_token_ids) - 1) // self.block_size
 
-    def _has_prompt(self, request: Request) -> bool:
+    def has_prompt(self, request: Request) -> bool:
+        """It has computed all of the prompt that its siblings can share."""
         return request.num_computed_tokens >= self._num_shareable(request) * self.block_size
 
     def _keys(self, request: Request, count: int) -> list[bytes]:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Final
 
-from paceline.core.request import Request
+from paceline.core.request import Request, Siblings
 
 SLACK: Final = 64  # entries of requests that have left, before the heap is made anew
 
@@ -20,7 +20,6 @@ class RequestQueue:
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}
         self._heap: list[tuple[float, int]] = []
-        self._aside: list[tuple[float, int]] = []  # entries that are not in the heap for now
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -34,7 +33,7 @@ class RequestQueue:
         heapq.heappush(self._heap, (request.rank, request.request_id))
 
     def first(self) -> Request | None:
-        """The most urgent of those that are not set aside; None without any."""
+        """The most urgent of those that are not held; None without any."""
         while self._heap:
             request = self._requests.get(self._heap[0][1])
             if request is not None:
@@ -42,36 +41,36 @@ class RequestQueue:
             heapq.heappop(self._heap)
         return None
 
-    def set_aside(self) -> None:
-        """Let `first`, which has just told one, pass over it until `take_back`. It goes on waiting; nobody leaves the
-        queue meanwhile but whom `first` tells.
-        """
-        self._aside.append(heapq.heappop(self._heap))
+    def hold_first(self) -> None:
+        """Let `first`, which has just told one, pass over it until its siblings are released. It goes on waiting."""
+        request = self._requests[heapq.heappop(self._heap)[1]]
+        request.siblings.held.append(request)
 
-    def take_back(self) -> None:
-        """Nobody is set aside any more."""
-        while self._aside:
-            heapq.heappush(self._heap, self._aside.pop())
+    def release(self, siblings: Siblings) -> None:
+        """Hold none of them any more."""
+        for request in siblings.held:
+            if request.request_id in self._requests:
+                heapq.heappush(self._heap, (request.rank, request.request_id))
+        siblings.held.clear()
 
     def newest(self, count: int) -> list[Request]:
         """Of those of whose request nothing has ever run, so many that came last, or all."""
-        fresh = [request for request in self._requests.values() if not request.has_begun]
+        fresh = [request for request in self._requests.values() if not request.siblings.have_begun]
         return heapq.nlargest(count, fresh, key=lambda request: (request.arrival, request.request_id))
 
     def remove(self, request: Request) -> bool:
         """Take the request out. Not in here: False."""
         if self._requests.pop(request.request_id, None) is None:
             return False
-        if self._heap[0][1] == request.request_id:
+        if self._heap and self._heap[0][1] == request.request_id:
             heapq.heappop(self._heap)
         elif len(self._heap) > 2 * len(self._requests) + SLACK:
-            self._heap = [(one.rank, one.request_id) for one in self._requests.values()]
+            self._heap = [entry for entry in self._heap if entry[1] in self._requests]
             heapq.heapify(self._heap)
         return True
 
     def check_invariants(self) -> None:
-        assert not self._aside, "set aside for longer than one step is planned"
-        entries = {request_id for _, request_id in self._heap}
-        assert self._requests.keys() <= entries, "every request has an entry"
-        live = [entry for entry in self._heap if entry[1] in self._requests]
-        assert len(live) == len(self._requests), "no request has two entries"
+        entries = [request_id for _, request_id in self._heap if request_id in self._requests]
+        groups = {id(request.siblings): request.siblings for request in self._requests.values()}
+        held = [one.request_id for group in groups.values() for one in group.held if one.request_id in self._requests]
+        assert sorted([*entries, *held]) == sorted(self._requests), "every request has one entry, or is held"

@@ -34,6 +34,25 @@ RUNNING: Final = RequestStatus.RUNNING
 FINISHED: Final = RequestStatus.FINISHED
 
 
+class Siblings:
+    """The completions of one prompt, which share its KV: one of them reads it, and the others wait for that.
+
+    Mutated by the scheduler and by `RequestQueue`.
+
+    Attributes:
+        running: those in the batch, in the order in which they were admitted.
+        held: those that wait for the prompt: they are in the queue, but their turn does not come.
+        have_begun: one has run: somebody may be reading the stream that they share.
+    """
+
+    __slots__ = ("have_begun", "held", "running")
+
+    def __init__(self) -> None:
+        self.running: dict[int, Request] = {}
+        self.held: list[Request] = []
+        self.have_begun = False
+
+
 class Request:
     """One completion that is asked for: what was asked, how far it is, and what is known of its drafts.
 
@@ -71,8 +90,7 @@ class Request:
         counts_without_drafts: those of NONE.
         pending: work that was planned and whose result is not in yet, oldest first (at most two, with one plan
             outstanding).
-        siblings: the live completions of the same prompt, itself included, which share the prompt's KV.
-        has_begun: one of the completions of its prompt has run: somebody may be reading the stream that they share.
+        siblings: the completions of the same prompt, itself included.
         companion: what somebody keeps beside it, and finds again by it. The core never looks at it.
     """
 
@@ -88,7 +106,7 @@ class Request:
         methods: tuple[Method, ...],
         scheduling: SchedulingParams = ANYBODY,
         max_total_tokens: int,
-        siblings: dict[int, Request] | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -121,8 +139,7 @@ class Request:
         self.num_known_blocks = 0
         self.num_drafted_blocks = 0
         self.pending: tuple[SequenceWork, ...] = ()
-        self.siblings = {} if siblings is None else siblings
-        self.siblings[request_id] = self
+        self.siblings = Siblings() if siblings is None else siblings
 
         self.residuals = {method: Residual() for method in methods}
         self.match = 0
@@ -138,7 +155,6 @@ class Request:
         self.awaits_token = False
         self.charged_seconds = 0.0
         self.first_scheduled: float | None = None
-        self.has_begun = False
         self.first_token: float | None = None
         self.companion: object = None
 

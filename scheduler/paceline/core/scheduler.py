@@ -52,7 +52,6 @@ from paceline.errors import (
     InvalidArgument,
     NotFinite,
     PacelineError,
-    QueueTimeout,
     QuotaExceeded,
     Reason,
     ResourceExhausted,
@@ -210,7 +209,9 @@ class Scheduler:
         max_total = self.check(len(prompt_token_ids), stop, tenant)
         self.check_queue(tenant, 1 + num_siblings, now)
         sibling = None if sibling_id is None else self.requests.get(sibling_id)
-        assert sibling is None or sibling.prompt_token_ids == prompt_token_ids, "siblings have one prompt"
+        if sibling is not None:
+            assert sibling.prompt_token_ids == prompt_token_ids, "siblings have one prompt"
+            assert sibling.tenant == tenant, "siblings have one tenant"
         request = Request(
             request_id,
             prompt_token_ids,
@@ -223,11 +224,7 @@ class Scheduler:
             max_total_tokens=max_total,
             siblings=None if sibling is None else sibling.siblings,
         )
-        try:
-            self._check_times(request, now)
-        except (DeadlineExceeded, QueueTimeout):
-            del request.siblings[request_id]
-            raise
+        self._check_times(request, now)
         priority = min(scheduling.priority, self.tenants.policy(tenant).max_priority)
         request.rank = self.deadlines.rank(request, priority, len(self.tenants[tenant].queue))
         self._make_room(tenant, 1 + num_siblings)
@@ -426,6 +423,8 @@ class Scheduler:
                 self._refuse(request, sequence.error)
                 continue
             output = self._commit(request, work, sequence, now)
+            if request.siblings.held and self.prefixes.has_prompt(request):
+                account.queue.release(request.siblings)
             if output is not None:
                 outputs.append(output)
         return tuple(outputs)
@@ -472,12 +471,8 @@ class Scheduler:
         return crowd
 
     def _could_fit(self, tenant: Tenant) -> bool:
-        """Its next request that does not wait for its prompt finds room, or would if all gave way to it who are ahead
-        of it.
-        """
-        while (request := tenant.queue.first()) is not None and self.prefixes.awaits_sibling(request):
-            tenant.queue.set_aside()
-        tenant.queue.take_back()
+        """Its next request finds room, or would if all gave way to it who are ahead of it."""
+        request = self._first_of(tenant)
         if request is None:
             return False
         known, _ = self.prefixes.find(request)
@@ -539,22 +534,15 @@ class Scheduler:
         the tenant that is owed most. If that one finds no room nobody else takes it.
         """
         held_up: set[Tenant] = set()  # who can start nothing in this step
-        passed_over: list[Tenant] = []  # who can, but not with the most urgent
         while step.budget > 0 and step.prompt_budget > 0 and self.tenants.num_waiting:
             tenant = self.tenants.next(lambda one: one not in held_up and self._may_start(one, now))
             if tenant is None:
                 break
-            request = tenant.queue.first()
+            request = self._first_of(tenant)
             assert request is not None, "of a tenant that may start"
             # A preempted request waits for its outstanding results: they may bring tokens, or its end.
             if request.pending:
                 held_up.add(tenant)
-                continue
-            if self.prefixes.awaits_sibling(request):  # for as long as a prompt takes: meanwhile others may start
-                if len(self.running) >= self.config.max_num_seqs and not self._over_served(tenant, now):
-                    break  # if there is a place: those who wait may be thousands
-                tenant.queue.set_aside()
-                passed_over.append(tenant)
                 continue
             try:
                 self._check_times(request, now)
@@ -582,14 +570,19 @@ class Scheduler:
                     if self._fits(missing, known):
                         break
             self._admit(request, known, num_drafted, step, now)
-        for tenant in passed_over:
-            tenant.queue.take_back()
+
+    def _first_of(self, tenant: Tenant) -> Request | None:
+        """Its next request. While one reads their prompt, its siblings are held: others may start meanwhile."""
+        queue = tenant.queue
+        while (request := queue.first()) is not None and self.prefixes.awaits_sibling(request):
+            queue.hold_first()
+        return request
 
     def _may_start(self, tenant: Tenant, now: float) -> bool:
         """It has a next request, and its own limits leave room for it: of blocks, as long as all may become. A request
         may run alone in any case: the policy may have been another one when it came.
         """
-        request, policy = tenant.queue.first(), tenant.policy
+        request, policy = self._first_of(tenant), tenant.policy
         if request is None:
             return False
         if policy.max_running is not None and tenant.num_running >= policy.max_running:
@@ -662,14 +655,14 @@ class Scheduler:
         assert blocks is not None
         self.tenants.started(request, self.config.blocks_for(request.max_total_tokens))
         self.running[request.request_id] = request
+        request.siblings.running[request.request_id] = request
+        request.siblings.have_begun = True
         request.status = RUNNING
         request.admitted_at, request.awaits_token = now, True
         if request.scheduling.time_per_output_token is not None:
             self._paced[request.request_id] = request.scheduling.time_per_output_token
         if request.first_scheduled is None:
             request.first_scheduled = now
-            for sibling in request.siblings.values():
-                sibling.has_begun = True
             request.num_cached_tokens = request.num_computed_tokens
             # Before it is read, lest many prompts be let in at once; see `_end`.
             request.num_unread = request.num_to_compute
@@ -862,11 +855,12 @@ class Scheduler:
         self.speculation.end(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
-        del request.siblings[request.request_id]
 
     def _stop(self, request: Request) -> None:
-        """Take a request out of the batch."""
+        """Take a request out of the batch. If it read the prompt of others, one of them has to."""
         del self.running[request.request_id]
+        del request.siblings.running[request.request_id]
+        self.tenants[request.tenant].queue.release(request.siblings)
         self._paced.pop(request.request_id, None)
         self.tenants.stopped(request, self.config.blocks_for(request.max_total_tokens))
         self._released.append(request.request_id)
@@ -906,6 +900,7 @@ class Scheduler:
             assert len(request.pending) == planned[request.request_id] <= MAX_OUTSTANDING
             assert 0 <= request.num_computed_tokens < request.num_tokens <= request.max_total_tokens
             assert request.num_draft_computed <= request.num_tokens
+            assert request.siblings.running or not request.siblings.held, "held, and nobody reads"
             if request.status is RUNNING:
                 # A running request's first chunk is planned when it is admitted, with blocks for all its known tokens.
                 assert self.kv.capacity(request.request_id) >= request.num_tokens - 1
