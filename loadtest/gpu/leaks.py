@@ -70,7 +70,7 @@ def _held(engine: Engine) -> Iterator[str]:
         "waiting requests": scheduler.waiting,
         "outstanding steps": scheduler._outstanding,
         "refused requests that nobody was told of": scheduler.refused,
-        "paces": scheduler._paced,
+        "paces": scheduler.batch._paced,
         "completions": engine._completions.keys(),
     }
     if isinstance(policy, AdaptiveDepth):

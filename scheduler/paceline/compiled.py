@@ -27,6 +27,7 @@ SUFFIX: Final = sysconfig.get_config_var("EXT_SUFFIX")
 MODULES: Final = (
     "core/acceptance.py",
     "core/adaptive_depth.py",
+    "core/batch.py",
     "core/block_pool.py",
     "core/cost_model.py",
     "core/crowd.py",
@@ -42,6 +43,7 @@ MODULES: Final = (
     "core/prefixes.py",
     "core/priced_step.py",
     "core/prices.py",
+    "core/prompt_budget.py",
     "core/probes.py",
     "core/queue.py",
     "core/request.py",

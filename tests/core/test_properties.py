@@ -154,7 +154,7 @@ def harness_of(
 ) -> Harness:
     """With tenants, and steps that take a second."""
     harness = Harness(config, policy, lag, right, max_ngram)
-    harness.scheduler.tenants = Tenants(POLICIES_OF)
+    harness.scheduler.batch.tenants = Tenants(POLICIES_OF)
     if isinstance(policy, AdaptiveDepth):
         harness.scheduler.speculation.costs = policy.costs
     harness.runner.times = lambda plan: StepTimes(total=1.0)  # type: ignore[method-assign]

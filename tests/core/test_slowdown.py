@@ -47,7 +47,7 @@ class Shop(Harness):
         super().__init__(SchedulerConfig(**(settings | config)), FixedDepth(2), lag)  # type: ignore[arg-type]
         self.costs = costs()
         self.scheduler.speculation = SpeculationControl(FixedDepth(2), costs())
-        self.scheduler.tenants = Tenants({})
+        self.scheduler.batch.tenants = Tenants({})
         self.runner.times = self._times  # type: ignore[method-assign]
 
     def _times(self, plan: StepPlan) -> StepTimes:
@@ -142,7 +142,7 @@ def test_steps_become_half_as_long_again_in_the_mean(lag: int, prompt: int) -> N
 
 def test_who_has_more_weight_may_slow_others_by_more() -> None:
     shop = Shop()
-    shop.scheduler.tenants = Tenants({"a": TenantPolicy(weight=6.0)})
+    shop.scheduler.batch.tenants = Tenants({"a": TenantPolicy(weight=6.0)})
     for _ in range(90):
         shop.add_for("a", 100, 40)
     shop.add_for("b", 4, 60)

@@ -43,7 +43,7 @@ class Shop(Harness):
             "min_run_seconds": 1000.0,
         }
         super().__init__(SchedulerConfig(**(settings | config)), FixedDepth(0), lag)  # type: ignore[arg-type]
-        self.scheduler.tenants = Tenants(policies or {})
+        self.scheduler.batch.tenants = Tenants(policies or {})
         self.runner.times = self._times  # type: ignore[method-assign]
 
     def _times(self, plan: StepPlan) -> StepTimes:
@@ -595,7 +595,7 @@ def test_a_policy_that_serves_nobody_is_refused(wrong: dict[str, float], said: s
 
 def test_an_unknown_tenant_is_refused_where_all_are_known() -> None:
     shop = Shop()
-    shop.scheduler.tenants = Tenants({"a": TenantPolicy()}, default=None)
+    shop.scheduler.batch.tenants = Tenants({"a": TenantPolicy()}, default=None)
     with pytest.raises(InvalidArgument, match=r"scheduling\.tenant = 'b': must be a tenant of this server"):
         shop.add_for("b")
     shop.add_for("a")

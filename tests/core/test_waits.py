@@ -222,6 +222,6 @@ def test_short_of_blocks_drafts_become_dear() -> None:
     while harness.scheduler.has_requests:
         harness.step()
         if harness.scheduler.running:
-            prices.append(harness.scheduler._slot_price)
+            prices.append(harness.scheduler.batch.slot_price)
     assert min(prices) == 0.0
     assert 0.0 < max(prices) <= 1.0

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from paceline.bench.console import num_streams
 from paceline.bench.setting import steered
+from paceline.core.batch import Batch
 from paceline.core.config import PrefixScope
 from paceline.core.depth import Chosen, Decision, DepthCandidate, Outcome, StepLoad
 from paceline.core.depth_policy import DepthPolicy
@@ -55,31 +56,29 @@ class Served(NamedTuple):
 
 
 class Track:
-    """What a setting has of its own in an engine that several share: what chooses depths, and requests, which are in
-    the scheduler's batch and queues only while it is taken.
+    """What a setting has of its own in an engine that several share: what chooses depths, and a batch, which is the
+    scheduler's only while it is taken.
 
     Attributes:
         control: of the setting.
-        running: its requests, by id.
+        batch: its requests.
     """
 
     def __init__(self, engine: Engine, control: SpeculationControl) -> None:
         self.control = control
-        self.running: dict[int, Request] = {}
         self._engine = engine
-        self._tenants = Tenants({})
+        self.batch = Batch(engine.scheduler.config, engine.scheduler.kv, Tenants({}))
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Meanwhile the engine is this setting's. Changes the scheduler, and changes it back."""
         scheduler = self._engine.scheduler
-        others = scheduler.running, scheduler.tenants
-        scheduler.running, scheduler.tenants = self.running, self._tenants
+        other, scheduler.batch = scheduler.batch, self.batch
         try:
             with steered(self._engine, self.control):
                 yield
         finally:
-            scheduler.running, scheduler.tenants = others
+            scheduler.batch = other
 
 
 class Lane:
@@ -121,7 +120,7 @@ class Lane:
         self.policy_seconds += watch.policy.seconds - policy
         self.tokens += sum(len(output.token_ids) for output in outputs)
         whole = all(output.finish is None for output in outputs)
-        assert not whole or len(self._track.running) == len(self._requests), "room was made for all before"
+        assert not whole or len(self._track.batch.running) == len(self._requests), "room was made for all before"
         return whole
 
     def _step(self, watch: Watch) -> list[Output]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from paceline.core.config import SchedulerConfig
+from paceline.core.batch import Batch
 from paceline.core.cost_model import CostModel
 from paceline.core.request import Request
 from paceline.core.share import Share
@@ -41,23 +41,18 @@ class Crowd:
         self._last_in_turn: int = -1 if before is None else before._last_in_turn
         self._saved_seconds: float = 0.0 if before is None or before.slowdown is None else before.slowdown.saved
 
-    def gather(
-        self,
-        tenants: Tenants,
-        running: Iterable[Request],
-        config: SchedulerConfig,
-        may_start: Callable[[Tenant], bool],
-    ) -> None:
+    def gather(self, batch: Batch, may_start: Callable[[Tenant], bool]) -> None:
         """Find the heavy tenants, if a light one decodes. Together they may slow the light ones down as `max_slowdown`
         says, and by more if they have more weight.
 
         Args:
             may_start: a heavy tenant could start another request, if it were its turn.
         """
-        heavy, light = tenants.crowd(config.max_num_seqs)
+        config = batch.config
+        heavy, light = batch.tenants.crowd(config.max_num_seqs)
         if not light:
             return
-        decoding = {one.tenant for one in running if one.output_token_ids}
+        decoding = {one.tenant for one in batch.running.values() if one.output_token_ids}
         light = [tenant for tenant in light if tenant.name in decoding]
         if not light:
             return

@@ -12,11 +12,11 @@ known only within bounds (`Request.most_tokens`), and blocks are allocated for t
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+from paceline.core.batch import Batch
 from paceline.core.config import SchedulerConfig
 from paceline.core.crowd import NOBODY, Crowd
 from paceline.core.deadlines import Deadlines
@@ -37,10 +37,10 @@ from paceline.core.params import (
 from paceline.core.places import Places
 from paceline.core.plan import Admission, SequenceResult, SequenceWork, StepPlan, StepResult
 from paceline.core.prefixes import Prefixes
+from paceline.core.prompt_budget import prompt_budget
 from paceline.core.request import FINISHED, RUNNING, Request, RequestOutput, RequestStats, RequestStatus
 from paceline.core.service_rate import ServiceRate
 from paceline.core.share import Share
-from paceline.core.slowdown import LEAST_ROWS
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_report import SpeculationReport
 from paceline.core.step_builder import StepBuilder
@@ -58,11 +58,6 @@ from paceline.errors import (
     Unavailable,
 )
 
-# However short steps must be for a request's pace, they read prompts at least at this part of the speed of full ones.
-PACED_SPEED: Final = 0.5
-MOST_DOUBLINGS: Final = 40  # of the time for which a request runs before it gives way
-SHORTEST_RUN: Final = 1e-3  # seconds for which it runs in any case: there is something to double
-STAY: Final = 2.0  # times what it took to its first token: so long a request runs at least
 MAX_OUTSTANDING: Final = 2  # the plan that runs and the one made meanwhile
 
 
@@ -86,8 +81,7 @@ class Scheduler:
     """Owns every live request and all KV bookkeeping. Not thread-safe: one caller, who also provides the time.
 
     Attributes:
-        tenants: queues and accounts. Its policies may be replaced, which holds for the requests that come from then on.
-        running: in the order in which they were admitted.
+        batch: who runs.
         refused: those that came too late, gave way in a full queue, or failed alone in a step, and that nobody has
             taken note of yet.
     """
@@ -106,15 +100,23 @@ class Scheduler:
         longest = config.long_prefill_threshold or config.max_num_batched_tokens
         self.rate = ServiceRate(min(config.max_num_batched_tokens, longest))
         self.deadlines = Deadlines(self.rate, config.patience)
-        self.tenants = Tenants({} if tenants is None else tenants, default_tenant)
-        self.running: dict[int, Request] = {}
+        self.batch = Batch(config, self.kv, Tenants({} if tenants is None else tenants, default_tenant))
         self.requests: dict[int, Request] = {}
         self._crowd = Crowd()  # of the last step
-        self._paced: dict[int, float] = {}  # seconds per token that running requests want at most
         self.refused: list[tuple[int, PacelineError]] = []
         self._released: list[int] = []  # the runner still mirrors these
         self._num_steps = 0
         self._outstanding: deque[Outstanding] = deque()  # oldest first
+
+    @property
+    def tenants(self) -> Tenants:
+        """Queues and accounts. Its policies may be replaced, which holds for the requests that come from then on."""
+        return self.batch.tenants
+
+    @property
+    def running(self) -> dict[int, Request]:
+        """The requests in the batch by their ids, in the order in which they were admitted."""
+        return self.batch.running
 
     # -- requests in and out -------------------------------------------------------------------------------------------
 
@@ -341,7 +343,7 @@ class Scheduler:
         assert not self.requests, "requests are live"
         self.speculation.forget()
         self.rate.forget()
-        self.tenants = Tenants(self.tenants.policies, self.tenants.default)
+        self.batch = Batch(self.config, self.kv, Tenants(self.tenants.policies, self.tenants.default))
 
     @property
     def waiting(self) -> list[Request]:
@@ -359,7 +361,11 @@ class Scheduler:
         assert len(self._outstanding) < MAX_OUTSTANDING, "more than one plan is outstanding"
         for request, late in self.deadlines.expired(self.requests, now):
             self._refuse(request, late)
-        step = StepBuilder(self.config.max_num_batched_tokens, self._prompt_budget(), self._next_crowd(now))
+        step = StepBuilder(
+            self.config.max_num_batched_tokens,
+            prompt_budget(self.batch, self.speculation.costs),
+            self._next_crowd(now),
+        )
         preempted = self._continue_running(step)
         if not preempted:
             self._admit_waiting(step, now)
@@ -431,27 +437,6 @@ class Scheduler:
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
-    def _prompt_budget(self) -> int:
-        """Rows that prompts may have beside decodes, so that the step stays as short as they need it. A request's pace
-        leaves prompts part of their speed, whoever's they are; the server's own limit may leave them a few rows.
-        """
-        costs, rows = self.speculation.costs, self.config.max_num_batched_tokens
-        pace, limit = min(self._paced.values(), default=math.inf), self.config.max_step_seconds or math.inf
-        if costs is None or min(pace, limit) == math.inf:
-            return rows
-        contexts = [request.num_tokens for request in self.running.values() if request.output_token_ids]
-        if not contexts:
-            return rows
-        decodes, context = len(contexts), sum(contexts)
-
-        def seconds_with(rows: int) -> float:
-            return costs.target(decodes + rows, context, decodes)
-
-        rows = _rows_within(seconds_with, limit, rows)
-        if pace < limit:
-            rows = max(_rows_within(seconds_with, pace, rows), _rows_at(PACED_SPEED, seconds_with, rows))
-        return max(LEAST_ROWS, rows)
-
     def _prompt_rows(self, wanted: int, step: StepBuilder, budget: int) -> int:
         """Known tokens of one prompt that the step may compute."""
         return max(0, min(wanted, budget, step.prompt_budget, self.config.long_prefill_threshold or wanted))
@@ -462,12 +447,7 @@ class Scheduler:
         """
         crowd = Crowd(self._crowd)
         if self.config.max_slowdown < math.inf and self.speculation.costs is not None and self.tenants.num_waiting:
-            crowd.gather(
-                self.tenants,
-                self.running.values(),
-                self.config,
-                lambda one: self._may_start(one, now) and self._could_fit(one),
-            )
+            crowd.gather(self.batch, lambda one: self._may_start(one, now) and self._could_fit(one))
         return crowd
 
     def _could_fit(self, tenant: Tenant) -> bool:
@@ -477,7 +457,8 @@ class Scheduler:
             return False
         known, _ = self.prefixes.find(request)
         missing = self.config.blocks_for(request.num_tokens) - len(known)
-        return self._fits(missing, known) or self._would_suffice(self._far_ahead(tenant), missing, known)
+        batch = self.batch
+        return batch.fits(missing, known) or batch.would_suffice(batch.far_ahead(tenant), missing, known)
 
     def _continue_running(self, step: StepBuilder) -> bool:
         """Give running requests their rows, in the order of admission; those of heavy tenants come last, and take
@@ -520,7 +501,7 @@ class Scheduler:
         end = request.most_tokens - wanted + rows
         preempted = False
         while (blocks := self.kv.grow(request.request_id, end)) is None:
-            victim = self._victim()
+            victim = self.batch.victim()
             self._preempt(victim)
             step.drop(victim)
             preempted = True
@@ -559,15 +540,15 @@ class Scheduler:
                 held_up.add(tenant)
                 continue
             missing = self.config.blocks_for(request.num_tokens) - len(known)
-            if not self._fits(missing, known):
-                victims = self._over_served(tenant, now)
-                if not self._would_suffice(victims, missing, known):
+            if not self.batch.fits(missing, known):
+                victims = self.batch.over_served(tenant, now)
+                if not self.batch.would_suffice(victims, missing, known):
                     break
                 for victim in victims:
                     self._preempt(victim)
                     step.drop(victim)
                     held_up.add(self.tenants[victim.tenant])
-                    if self._fits(missing, known):
+                    if self.batch.fits(missing, known):
                         break
             self._admit(request, known, num_drafted, step, now)
 
@@ -593,74 +574,13 @@ class Scheduler:
                 return False
         return tenant.seconds_until_tokens(now) == 0.0
 
-    def _fits(self, missing: int, known: Sequence[int]) -> bool:
-        """A place in the batch, and blocks for a request that misses so many besides those known, beside those that are
-        kept back while others run.
-        """
-        blocks = missing + self.kv.num_free_among(known)
-        kept = int(self.config.watermark * self.config.num_blocks) if self.running else 0
-        return len(self.running) < self.config.max_num_seqs and blocks <= self._spare_blocks - kept
-
-    def _victim(self) -> Request:
-        """Who gives way when memory is short: of the most over-served tenant the least urgent request, of equals the
-        newest.
-        """
-        return max(reversed(self.running.values()), key=self._gives_way)
-
-    def _gives_way(self, request: Request) -> tuple[float, float]:
-        """Whom this is highest for gives way first: the tenant comes before the request. As a tenant's requests are let
-        in by the same order, the most urgent of them always goes on, and that order changes for none of them.
-        """
-        return self.tenants[request.tenant].service, request.rank
-
-    def _over_served(self, tenant: Tenant, now: float) -> list[Request]:
-        """Who may have to give way to a tenant that is below its share, in this order: requests of tenants that are far
-        ahead of it, of the farthest first, if they have run for a while.
-        """
-        ran = [one for one in self._far_ahead(tenant) if now - one.admitted_at >= self._least_run(one)]
-        return sorted(ran, key=self._gives_way, reverse=True)
-
-    def _far_ahead(self, tenant: Tenant) -> list[Request]:
-        """Running requests of tenants that are ahead of it by more than `min_run_seconds`, the newest first."""
-        least = tenant.service + self.config.min_run_seconds
-        return [one for one in reversed(self.running.values()) if self.tenants[one.tenant].service > least]
-
-    def _least_run(self, request: Request) -> float:
-        """Seconds that it runs before it gives way to another tenant. As most of them shall bring tokens, it is a
-        multiple of what it took to the first one, or did the last time; and twice as long each time that it had to
-        without a token, lest two tenants take turns at prompts that neither gets to the end of.
-        """
-        least = max(self.config.min_run_seconds, SHORTEST_RUN) + STAY * request.seconds_to_token
-        return least * 2.0 ** min(request.num_in_vain, MOST_DOUBLINGS)
-
-    def _would_suffice(self, victims: list[Request], missing: int, known: Sequence[int]) -> bool:
-        """All of them together leave a place, and blocks for a request that misses so many besides those known, which
-        has no room as it is: nobody is preempted in vain.
-        """
-        left = len(self.running) - len(victims)
-        if not victims or left >= self.config.max_num_seqs:
-            return False
-        going = {request.request_id for request in victims}
-        held = {block for one in going for block in self.kv.table(one)}
-        held.difference_update(*[self.kv.table(one) for one in self.running if one not in going])
-        kept = left + (int(self.config.watermark * self.config.num_blocks) if left else 0)
-        needed = missing + self.kv.num_free_among(known) + len(held.intersection(known))
-        return needed <= self.kv.num_free_blocks + len(held) - kept
-
     def _admit(self, request: Request, known: Sequence[int], num_drafted: int, step: StepBuilder, now: float) -> None:
         """Let a request run that has a place."""
         if known:
             self.prefixes.share(request, known, num_drafted)
         blocks = self.kv.grow(request.request_id, request.num_tokens)
         assert blocks is not None
-        self.tenants.started(request, self.config.blocks_for(request.max_total_tokens))
-        self.running[request.request_id] = request
-        request.siblings.running[request.request_id] = request
-        request.siblings.have_begun = True
-        request.status = RUNNING
-        request.admitted_at, request.awaits_token = now, True
-        if request.scheduling.time_per_output_token is not None:
-            self._paced[request.request_id] = request.scheduling.time_per_output_token
+        self.batch.add(request, now)
         if request.first_scheduled is None:
             request.first_scheduled = now
             request.num_cached_tokens = request.num_computed_tokens
@@ -694,8 +614,8 @@ class Scheduler:
         share.scores_ngram = samples and NGRAM in request.limits
         reads_prompt = rows > 1 or not (request.output_token_ids or request.pending)
         if reads_prompt and self._limits(request).get(DRAFT_MODEL):
-            fitting = self._spare_blocks // self.config.blocks_for(request.num_tokens)
-            coming = min(self.tenants.num_waiting, fitting, self.config.max_num_seqs - len(self.running))
+            fitting = self.batch.spare_blocks // self.config.blocks_for(request.num_tokens)
+            coming = min(self.tenants.num_waiting, fitting, self.batch.num_places)
             sequences = len(self.running) + coming
             if self.speculation.reads_along(request, sequences):
                 share.method, share.catch_up = DRAFT_MODEL, rows
@@ -715,7 +635,7 @@ class Scheduler:
         if not shares:
             return
         requests = [share.request for share in shares]
-        choices = self.speculation.choose(requests, highest, self._load(step), self._slot_price)
+        choices = self.speculation.choose(requests, highest, self._load(step), self.batch.slot_price)
         for share, chosen in zip(shares, choices):
             request, depth = share.request, chosen.depth
             if not depth:
@@ -750,26 +670,12 @@ class Scheduler:
         request_id, known = share.request.request_id, share.request.most_tokens
         capacity = self.kv.capacity(request_id)
         if known + depth > capacity:
-            room = capacity + self._spare_blocks * self.config.block_size - known
+            room = capacity + self.batch.spare_blocks * self.config.block_size - known
             depth = max(0, min(depth, room))
             blocks = self.kv.grow(request_id, known + depth)
             assert blocks is not None
             share.blocks += blocks
         return depth
-
-    @property
-    def _spare_blocks(self) -> int:
-        """Free blocks for optional work, admissions and drafts: one is kept back for the next token of each running
-        request.
-        """
-        return max(0, self.kv.num_free_blocks - len(self.running))
-
-    @property
-    def _slot_price(self) -> float:
-        """Tokens that a draft must earn besides its time: none while there is a block to spare for each running
-        request, and more than it can where there is no block left.
-        """
-        return max(0.0, 1.0 - self._spare_blocks / len(self.running))
 
     def _limits(self, request: Request) -> dict[Method, int]:
         """How deep the request may draft, by each method that it may use, if at all: no draft may be of use behind its
@@ -857,12 +763,8 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _stop(self, request: Request) -> None:
-        """Take a request out of the batch. If it read the prompt of others, one of them has to."""
-        del self.running[request.request_id]
-        del request.siblings.running[request.request_id]
-        self.tenants[request.tenant].queue.release(request.siblings)
-        self._paced.pop(request.request_id, None)
-        self.tenants.stopped(request, self.config.blocks_for(request.max_total_tokens))
+        """Take a request out of the batch."""
+        self.batch.remove(request)
         self._released.append(request.request_id)
         read = request.num_computed_tokens + sum(work.num_tokens for work in request.pending)
         request.num_unread = max(0, min(request.num_unread, len(request.prompt_token_ids) - read))
@@ -880,21 +782,11 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance. Mutates nothing."""
         self.kv.check_invariants()
-        self.tenants.check_invariants()
-        config = self.config
-        assert len(self.running) <= config.max_num_seqs
+        self.batch.check_invariants()
         waiting = {request.request_id for request in self.waiting}
         assert len(waiting) == self.tenants.num_waiting
         assert not waiting & self.running.keys(), "running and waiting"
         assert waiting | self.running.keys() == self.requests.keys(), "live = running + waiting"
-        admissions = [request.admitted_at for request in self.running.values()]
-        assert admissions == sorted(admissions), "running is in the order of admission"
-        running = Counter(request.tenant for request in self.running.values())
-        for tenant in self.tenants:
-            assert tenant.num_running == running[tenant.name], f"tenant {tenant.name!r}"
-            own = [request for request in self.running.values() if request.tenant == tenant.name]
-            blocks = sum(config.blocks_for(request.max_total_tokens) for request in own)
-            assert tenant.num_blocks == blocks, f"tenant {tenant.name!r}"
         planned = Counter(request.request_id for step in self._outstanding for request in step.requests)
         for request in self.requests.values():
             assert len(request.pending) == planned[request.request_id] <= MAX_OUTSTANDING
@@ -924,18 +816,3 @@ class Scheduler:
                     prefixes = request.all_token_ids[:end], first.all_token_ids[:end]
                     assert prefixes[0] == prefixes[1], f"block {block}: prefixes differ"
                     assert end <= request.num_computed_tokens, f"block {block} is open"
-
-
-def _rows_within(seconds_with: Callable[[int], float], seconds: float, most: int) -> int:
-    """How many rows of prompts, up to `most`, fit a step of so many seconds.
-
-    Args:
-        seconds_with: how long a step with so many takes.
-    """
-    return max(0, bisect_right(range(most + 1), seconds, key=seconds_with) - 1)
-
-
-def _rows_at(speed: float, seconds_with: Callable[[int], float], most: int) -> int:
-    """The fewest rows of prompts at which steps read that part of the tokens per second that they read with `most`."""
-    whole = seconds_with(most)
-    return bisect_left(range(most), 0.0, key=lambda rows: rows * whole - speed * most * seconds_with(rows))
