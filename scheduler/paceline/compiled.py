@@ -35,6 +35,7 @@ MODULES: Final = (
     "core/deadlines.py",
     "core/depth.py",
     "core/depth_choices.py",
+    "core/drafts.py",
     "core/kv_cache_manager.py",
     "core/method.py",
     "core/ngram_slots.py",

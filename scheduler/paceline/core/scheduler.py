@@ -20,7 +20,7 @@ from paceline.core.batch import Batch
 from paceline.core.config import SchedulerConfig
 from paceline.core.crowd import NOBODY, Crowd
 from paceline.core.deadlines import Deadlines
-from paceline.core.depth import StepLoad
+from paceline.core.drafts import add_drafts, draft_limits
 from paceline.core.kv_cache_manager import KVCacheManager
 from paceline.core.method import DRAFT_MODEL, NGRAM, NO_METHOD, Method
 from paceline.core.params import (
@@ -369,7 +369,7 @@ class Scheduler:
         preempted = self._continue_running(step)
         if not preempted:
             self._admit_waiting(step, now)
-        self._add_drafts(step)
+        add_drafts(step, self.batch, self.speculation)
         crowd = self._crowd = step.crowd
         if not step.shares and crowd.slowdown is not None:
             # Those it was kept short for have given way to others: there is nothing to keep short.
@@ -613,93 +613,13 @@ class Scheduler:
         share = Share(request, rows, samples, end, blocks)
         share.scores_ngram = samples and NGRAM in request.limits
         reads_prompt = rows > 1 or not (request.output_token_ids or request.pending)
-        if reads_prompt and self._limits(request).get(DRAFT_MODEL):
+        if reads_prompt and draft_limits(request, self.config).get(DRAFT_MODEL):
             fitting = self.batch.spare_blocks // self.config.blocks_for(request.num_tokens)
             coming = min(self.tenants.num_waiting, fitting, self.batch.num_places)
             sequences = len(self.running) + coming
             if self.speculation.reads_along(request, sequences):
                 share.method, share.catch_up = DRAFT_MODEL, rows
         return share
-
-    def _add_drafts(self, step: StepBuilder) -> None:
-        """Let the policy choose depths for the decodes of this step, then grant them while rows and blocks last."""
-        shares, highest = [], []
-        for share in step.shares:
-            if share.rows > 1 or not share.samples or not share.request.methods:
-                continue
-            if step.crowd.bound(share.request.tenant) is not None:
-                continue
-            if limits := self._drafters(share.request):
-                shares.append(share)
-                highest.append(limits)
-        if not shares:
-            return
-        requests = [share.request for share in shares]
-        choices = self.speculation.choose(requests, highest, self._load(step), self.batch.slot_price)
-        for share, chosen in zip(shares, choices):
-            request, depth = share.request, chosen.depth
-            if not depth:
-                continue
-            # What a draft model has yet to read counts as rows too; where that alone is too much, it reads what fits.
-            gap = request.draft_gap if chosen.method is DRAFT_MODEL else 0
-            behind = max(0, gap - self.speculation.first_rows)
-            depth = self._grow_for_drafts(share, min(depth, step.budget - behind)) if behind < step.budget else 0
-            if not depth:  # with a single row left it would fall behind as fast as it reads
-                gap = behind = min(gap, step.budget) if step.budget > 1 else 0
-            step.budget -= depth + behind
-            share.depth, share.catch_up = depth, gap
-            if depth or gap:
-                share.method = chosen.method
-
-    def _load(self, step: StepBuilder) -> StepLoad:
-        """What drafts come on top of. Where heavy tenants fill up what others have left, they choose as if those were
-        not there, lest every step asked for other depths.
-        """
-        shares = step.shares
-        if step.crowd.slowdown is not None:
-            shares = [share for share in shares if step.crowd.bound(share.request.tenant) is None]
-        rows = context = sampling = 0
-        for share in shares:
-            rows += share.rows
-            context += share.end
-            sampling += share.samples
-        return StepLoad(rows, context, sampling, step.budget)
-
-    def _grow_for_drafts(self, share: Share, depth: int) -> int:
-        """Slots for drafts, allocated before drafting: the depth there is room for."""
-        request_id, known = share.request.request_id, share.request.most_tokens
-        capacity = self.kv.capacity(request_id)
-        if known + depth > capacity:
-            room = capacity + self.batch.spare_blocks * self.config.block_size - known
-            depth = max(0, min(depth, room))
-            blocks = self.kv.grow(request_id, known + depth)
-            assert blocks is not None
-            share.blocks += blocks
-        return depth
-
-    def _limits(self, request: Request) -> dict[Method, int]:
-        """How deep the request may draft, by each method that it may use, if at all: no draft may be of use behind its
-        last token, nor lie behind the draft model's length.
-        """
-        most = request.most_tokens
-        bound = request.speculation.max_depth
-        assert bound is not None, "the server has a highest depth, so every request has one"
-        if most + bound < request.max_total_tokens and most + bound <= self.config.max_draft_len:
-            return request.limits
-        highest = min(bound, request.max_total_tokens - most - 1)
-        limits = {}
-        for method in request.methods:
-            limit = min(highest, self.config.max_draft_len - most) if method is DRAFT_MODEL else highest
-            if limit > 0:
-                limits[method] = limit
-        return limits
-
-    def _drafters(self, request: Request) -> dict[Method, int]:
-        """The same of those that have something to propose, n-grams as of the last result."""
-        limits = self._limits(request)
-        if NGRAM not in limits or request.match:
-            return limits
-        return {DRAFT_MODEL: limits[DRAFT_MODEL]} if DRAFT_MODEL in limits else {}
 
     # -- transitions ---------------------------------------------------------------------------------------------------
 
