@@ -11,14 +11,16 @@ import argparse
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import device
 import torch
-from common import Bench, Scale
 from company import company
 from decode import decode, host, prefill
+from rig import Rig
+from scale import SMALL, WHOLE, Scale
 
 from paceline.bench.throughput import parse_sizes
 from paceline.errors import NotWritten
@@ -26,22 +28,22 @@ from paceline.whole_file import write_json
 from speculation import draft, speculation
 
 
-def ceilings(bench: Bench) -> dict[str, Any]:
+def ceilings(rig: Rig) -> dict[str, Any]:
     """What the others are compared with."""
-    measured = bench.ceilings
-    row = device.name(bench.device), f"{measured.bandwidth / 1e9:.1f}", f"{measured.matmul / 1e12:.3g}"
-    bench.table("ceilings", ("device", "copy GB/s", "bf16 TFLOP/s"), [row])
+    measured = rig.ceilings
+    row = device.name(rig.device), f"{measured.bandwidth / 1e9:.1f}", f"{measured.matmul / 1e12:.3g}"
+    rig.table("ceilings", ("device", "copy GB/s", "bf16 TFLOP/s"), [row])
     return {"device": row[0], "bandwidth": measured.bandwidth, "matmul": measured.matmul}
 
 
-def peer(bench: Bench) -> dict[str, Any]:
+def peer(rig: Rig) -> dict[str, Any]:
     """Imported late: an older transformers has no continuous batching, and this section alone should fail then."""
     import peer as beside
 
-    return beside.peer(bench)
+    return beside.peer(rig)
 
 
-SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+SECTIONS: dict[str, Callable[[Rig], dict[str, Any]]] = {
     "ceilings": ceilings,
     "decode": decode,
     "host": host,
@@ -53,31 +55,31 @@ SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 }
 
 
-def run(bench: Bench, names: list[str], json_out: Path | None) -> bool:
+def run(rig: Rig, names: list[str], json_out: Path | None) -> bool:
     """Whether no section failed. The file has what is measured so far: a run may be cut off."""
     results: dict[str, Any] = {}
     unwritten = False
     for name in names:
         began = time.perf_counter()
-        bench.say(f"\n== {name}")
+        rig.say(f"\n== {name}")
         try:
-            results[name] = SECTIONS[name](bench)
+            results[name] = SECTIONS[name](rig)
         except Exception as error:
-            bench.say(traceback.format_exc())
-            bench.say(f"{name} FAILED: {type(error).__name__}: {error}")
+            rig.say(traceback.format_exc())
+            rig.say(f"{name} FAILED: {type(error).__name__}: {error}")
             results[name] = {"error": f"{type(error).__name__}: {error}"}
-            bench.discard()
-        bench.say(f"{name}: {time.perf_counter() - began:.1f} s")
+            rig.discard()
+        rig.say(f"{name}: {time.perf_counter() - began:.1f} s")
         if json_out is not None:
-            unwritten = not _is_written(bench, json_out, results)
+            unwritten = not _is_written(rig, json_out, results)
     return not unwritten and not any("error" in result for result in results.values())
 
 
-def _is_written(bench: Bench, path: Path, results: dict[str, Any]) -> bool:
+def _is_written(rig: Rig, path: Path, results: dict[str, Any]) -> bool:
     try:
         write_json(path, results)
     except NotWritten as error:
-        bench.say(str(error))
+        rig.say(str(error))
         return False
     return True
 
@@ -88,34 +90,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds-per", type=float, help="of each part of a section, about (default 10)")
     parser.add_argument("--depths", help="auto, 0 and other fixed depths (default auto,0,1,2,3,5,8)")
     parser.add_argument("--concurrency", help="of speculation (default 1,8,64,256)")
-    parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's for the engine (default 0.6)")
+    parser.add_argument("--memory", type=float, help="share of the GPU's for the engine (default 0.6)")
     parser.add_argument("--pair", type=Path, help="directory of the widened checkpoints; made if there are none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     parser.add_argument("--small", action="store_true", help="the embedded pair itself, for a look on any machine")
     return parser.parse_args()
 
 
-def scale(arguments: argparse.Namespace) -> Scale:
-    small: bool = arguments.small
-    seconds = arguments.seconds_per
-    concurrency = arguments.concurrency or ("1,4" if small else "1,8,64,256")
-    return Scale(
-        small=small,
-        seconds=(0.0 if small else 10.0) if seconds is None else seconds,
-        memory=arguments.memory,
-        depths=arguments.depths or ("auto,0,2,4" if small else "auto,0,1,2,3,5,8"),
-        concurrencies=tuple(parse_sizes(concurrency)),
-        batches=((1, 64), (4, 128)) if small else ((1, 128), (64, 2048)),
-        steps=16 if small else 128,
-        max_tokens=24 if small else 128,
-        prompts=2 if small else 4,
-        prefill=256 if small else 2048,
-        draft_depths=(1, 4) if small else (2, 8),
-        company=4 if small else 64,
-        peer_streams=4 if small else 16,
-        copied=64 << 20 if small else 4 << 30,
-        matmul=512 if small else 8192,
-    )
+def _scale(arguments: argparse.Namespace) -> Scale:
+    """The scale that is asked for, as a whole and in what has an option of its own."""
+    asked: dict[str, Any] = {
+        "seconds": arguments.seconds_per,
+        "depths": arguments.depths,
+        "concurrencies": arguments.concurrency and tuple(parse_sizes(arguments.concurrency)),
+        "memory": arguments.memory,
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    return replace(SMALL if arguments.small else WHOLE, **given)
 
 
 def main() -> int:
@@ -126,8 +117,8 @@ def main() -> int:
         raise SystemExit(f"error: --only {', '.join(unknown)}: must be among {', '.join(SECTIONS)}")
     if not (arguments.small or torch.cuda.is_available()):
         raise SystemExit("error: there is no GPU; --small runs on any machine")
-    bench = Bench(scale(arguments), arguments.pair)
-    return 0 if run(bench, names, arguments.json) else 1
+    rig = Rig(_scale(arguments), arguments.pair)
+    return 0 if run(rig, names, arguments.json) else 1
 
 
 if __name__ == "__main__":

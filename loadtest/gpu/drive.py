@@ -7,12 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paceline.bench.throughput import AUTO, OFF
 from paceline.bench.turns import Stream, check_room
+from paceline.core.method import Method
 from paceline.core.params import SpeculationParams, StopParams
 from paceline.core.plan import StepPlan, StepTimes
 from paceline.core.speculation_counts import SpeculationCounts
 from paceline.engine import Engine, GenerationRequest, StepLoop
 from paceline.engine.delta import Output
+
+WITHOUT_DRAFTS = SpeculationParams(Method.NONE)
+BOUNDS = {OFF: WITHOUT_DRAFTS, AUTO: SpeculationParams()}  # by which sections compare speculation with none
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,11 @@ from typing import Any
 
 import torch
 import transformers
-from common import GREEDY, Bench
-from drive import complete
+from drive import BOUNDS, complete
+from rig import GREEDY, Rig
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from paceline.core.method import Method
-from paceline.core.params import SpeculationParams
-
-OURS = {"off": SpeculationParams(Method.NONE), "auto": SpeculationParams()}
 LEAST_OF_PEER = 3.0
 MEMORY_SHARE = 0.5  # of what our engine and both models leave
 ANSWER_SECONDS = 120.0
@@ -50,23 +46,23 @@ class Peer:
 
 
 @contextmanager
-def started(bench: Bench) -> Iterator[Peer]:
+def started(rig: Rig) -> Iterator[Peer]:
     """The peer with its model, which leaves the device at the end."""
-    attention = "flash_attention_2" if bench.device.type == "cuda" and find_spec("flash_attn") else "paged|sdpa"
+    attention = "flash_attention_2" if rig.device.type == "cuda" and find_spec("flash_attn") else "paged|sdpa"
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        bench.paths()[0], dtype=torch.bfloat16, attn_implementation=attention
+        rig.paths()[0], dtype=torch.bfloat16, attn_implementation=attention
     )
-    model = loaded.to(bench.device)
+    model = loaded.to(rig.device)
     generation = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    if bench.device.type == "cuda":
+    if rig.device.type == "cuda":
         batching = ContinuousBatchingConfig(max_memory_percent=MEMORY_SHARE)
     else:  # which has no memory that it could ask for
         batching = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=2048)
-    longest = max(len(prompt) for prompt in bench.held_out()) + 1
-    hints = WorkloadHints(longest, bench.scale.max_tokens, bench.scale.peer_streams)  # as `generate_batch` gives them
-    bench.say(f"transformers {transformers.__version__}, continuous batching, {attention}")
+    longest = max(len(prompt) for prompt in rig.held_out()) + 1
+    hints = WorkloadHints(longest, rig.scale.max_tokens, rig.scale.peer_streams)  # as `generate_batch` gives them
+    rig.say(f"transformers {transformers.__version__}, continuous batching, {attention}")
     try:
         with model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=batching, timeout=5, workload_hints=hints
@@ -75,25 +71,25 @@ def started(bench: Bench) -> Iterator[Peer]:
     finally:
         del loaded, model
         gc.collect()
-        if bench.device.type == "cuda":
+        if rig.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def peer(bench: Bench) -> dict[str, Any]:
+def peer(rig: Rig) -> dict[str, Any]:
     """Whole requests, prefill included, that all arrive at once."""
-    engine = bench.engine  # first: it takes its share of all memory
-    seconds: dict[str, list[float]] = {"off": [], "auto": [], "transformers": []}
-    max_tokens = bench.scale.max_tokens
-    with started(bench) as other, torch.inference_mode():
-        for number in bench.rounds(least=3):
+    engine = rig.engine  # first: it takes its share of all memory
+    seconds: dict[str, list[float]] = {name: [] for name in (*BOUNDS, "transformers")}
+    max_tokens = rig.scale.max_tokens
+    with started(rig) as other, torch.inference_mode():
+        for number in rig.rounds(least=3):
             for name, taken in seconds.items():
-                prompts = _prompts(bench, number)
-                if name in OURS:
+                prompts = _prompts(rig, number)
+                if name in BOUNDS:
                     batch = [(prompt, GREEDY) for prompt in prompts]
-                    taken.append(complete(engine, batch, OURS[name], max_tokens).seconds)
+                    taken.append(complete(engine, batch, BOUNDS[name], max_tokens).seconds)
                 else:
                     taken.append(other.complete(prompts, max_tokens))
-    tokens = bench.scale.peer_streams * max_tokens
+    tokens = rig.scale.peer_streams * max_tokens
     theirs = seconds["transformers"][1:]  # the first round meets the shapes
     rows, ratios = [], {}
     for name, all_taken in seconds.items():
@@ -101,12 +97,12 @@ def peer(bench: Bench) -> dict[str, Any]:
         ratios[name] = median(its / mine for mine, its in zip(taken, theirs, strict=True))
         rows.append((name, f"{tokens / median(taken):.1f}", f"{ratios[name]:.2f}"))
     columns = "ours, or the peer", "tok/s", f"it / the peer (target {LEAST_OF_PEER:g})"
-    bench.table(f"beside transformers, {bench.scale.peer_streams} at once", columns, rows)
+    rig.table(f"beside transformers, {rig.scale.peer_streams} at once", columns, rows)
     return {"seconds": seconds, "tokens": tokens, "over_peer": ratios}
 
 
-def _prompts(bench: Bench, number: int) -> list[tuple[int, ...]]:
+def _prompts(rig: Rig, number: int) -> list[tuple[int, ...]]:
     """Another token in front each time, so that no cache of prefixes knows them."""
-    prompts, count = bench.held_out(), bench.scale.peer_streams
+    prompts, count = rig.held_out(), rig.scale.peer_streams
     chosen = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
-    return [own[:1] + prompt for (own, _), prompt in zip(bench.random_streams(count, 1), chosen, strict=True)]
+    return [own[:1] + prompt for (own, _), prompt in zip(rig.random_streams(count, 1), chosen, strict=True)]

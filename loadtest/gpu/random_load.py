@@ -21,9 +21,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from common import found_or_made
 from leaks import MIB, Footprint, host_growth, remainders
 from offers import MAX_DEPTH, Offers, Tick, fixed, from_now, policies
+from pair import found_or_made
 from rich.table import Table
 
 from paceline import demo

@@ -8,8 +8,8 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
-from common import GREEDY, Bench
 from drive import Window, serve
+from rig import GREEDY, Rig
 
 from paceline.bench.depth import workload
 from paceline.bench.limits.work import streamed_bytes
@@ -20,10 +20,12 @@ from paceline.core.method import Method
 from paceline.core.speculation import SpeculationControl
 from paceline.core.speculation_counts import SpeculationCounts
 
+LEAST_OF_BEST, LEAST_OF_OFF = 0.95, 0.98  # of the rate of the best fixed depth, and without speculation
+
 
 @dataclass(slots=True)
-class Run:
-    """What one setting brought at one number of streams; `rounds` has the windows of each."""
+class Arm:
+    """One setting of a comparison, and what it brought at one number of streams: the windows of each round."""
 
     setting: Setting
     control: SpeculationControl
@@ -56,93 +58,93 @@ class Run:
         return sum(drafts) / len(drafts)
 
 
-def speculation(bench: Bench) -> dict[str, Any]:
+def speculation(rig: Rig) -> dict[str, Any]:
     """`auto` beside fixed depths, in turns within each round (A B A B), which serves the same streams to all."""
-    return {"concurrencies": [_concurrency(bench, streams) for streams in bench.scale.concurrencies]}
+    return {"concurrencies": [_concurrency(rig, streams) for streams in rig.scale.concurrencies]}
 
 
-def _concurrency(bench: Bench, streams: int) -> dict[str, Any]:
-    runs = [
-        Run(setting, setting.control(bench.engine))
-        for setting in parse_settings(bench.scale.depths, Method.DRAFT_MODEL)
+def _concurrency(rig: Rig, streams: int) -> dict[str, Any]:
+    arms = [
+        Arm(setting, setting.control(rig.engine)) for setting in parse_settings(rig.scale.depths, Method.DRAFT_MODEL)
     ]
-    batches = workload(bench.held_out(), streams, bench.scale.prompts, GREEDY)
-    for run in runs:  # unmeasured: shapes are met, and each learns what its drafts are worth
-        _serve(bench, run, batches[:1])
-    for number in bench.rounds():
-        first = number % len(runs)
-        for run in runs[first:] + runs[:first]:
-            run.rounds.append(_serve(bench, run, batches))
-    by_name = {run.setting.name: run for run in runs}
-    best = max((run for run in runs if run.setting.is_fixed), key=lambda run: median(run.rates)).setting.name
-    over = {name: _ratio(by_name[AUTO], run) for name, run in by_name.items()}
-    _print(bench, streams, runs, over)
-    bench.say(
-        f"auto / best fixed ({best}) = {over[best]:.3f} (target 0.95), auto / off = {over[OFF]:.3f} (target 0.98)"
+    batches = workload(rig.held_out(), streams, rig.scale.prompts, GREEDY)
+    for arm in arms:  # unmeasured: shapes are met, and each learns what its drafts are worth
+        _serve(rig, arm, batches[:1])
+    for number in rig.rounds():
+        first = number % len(arms)
+        for arm in arms[first:] + arms[:first]:
+            arm.rounds.append(_serve(rig, arm, batches))
+    by_name = {arm.setting.name: arm for arm in arms}
+    best = max((arm for arm in arms if arm.setting.is_fixed), key=lambda arm: median(arm.rates)).setting.name
+    over = {name: _ratio(by_name[AUTO], arm) for name, arm in by_name.items()}
+    _print(rig, streams, arms, over)
+    rig.say(
+        f"auto / best fixed ({best}) = {over[best]:.3f} (target {LEAST_OF_BEST}), "
+        f"auto / off = {over[OFF]:.3f} (target {LEAST_OF_OFF})"
     )
     result = {
         "streams": streams,
-        "rounds": len(runs[0].rounds),
-        "rates": {name: median(run.rates) for name, run in by_name.items()},
+        "rounds": len(arms[0].rounds),
+        "rates": {name: median(arm.rates) for name, arm in by_name.items()},
         "auto_over": over,
         "best_fixed": best,
     }
-    return result | (_allowed(bench, by_name, over[OFF]) if streams == 1 else {})
+    return result | (_allowed(rig, by_name, over[OFF]) if streams == 1 else {})
 
 
-def _serve(bench: Bench, run: Run, batches: Sequence[Sequence[Stream]]) -> list[Window]:
-    with steered(bench.engine, run.control):
-        return [serve(bench.engine, batch, run.setting.bounds, bench.scale.max_tokens) for batch in batches]
+def _serve(rig: Rig, arm: Arm, batches: Sequence[Sequence[Stream]]) -> list[Window]:
+    with steered(rig.engine, arm.control):
+        return [serve(rig.engine, batch, arm.setting.bounds, rig.scale.max_tokens) for batch in batches]
 
 
-def _ratio(run: Run, other: Run) -> float:
+def _ratio(arm: Arm, other: Arm) -> float:
     """Median of the ratios within each round."""
-    return median(mine / its for mine, its in zip(run.rates, other.rates, strict=True))
+    return median(mine / its for mine, its in zip(arm.rates, other.rates, strict=True))
 
 
-def _print(bench: Bench, streams: int, runs: Sequence[Run], over: dict[str, float]) -> None:
+def _print(rig: Rig, streams: int, arms: Sequence[Arm], over: dict[str, float]) -> None:
     rows = []
-    for run in runs:
-        counts, name = run.counts, run.setting.name
+    for arm in arms:
+        counts, name = arm.counts, arm.setting.name
         emitted, drafted = counts.emitted / counts.verify_steps, counts.drafted / counts.verify_steps
-        milliseconds = f"{1e3 * run.step_seconds:.3f}", f"{1e3 * run.draft_seconds:.3f}"
+        milliseconds = f"{1e3 * arm.step_seconds:.3f}", f"{1e3 * arm.draft_seconds:.3f}"
         rows.append(
-            (name, f"{median(run.rates):.1f}", f"{emitted:.2f}", f"{drafted:.2f}", *milliseconds, f"{over[name]:.3f}")
+            (name, f"{median(arm.rates):.1f}", f"{emitted:.2f}", f"{drafted:.2f}", *milliseconds, f"{over[name]:.3f}")
         )
     columns = "depth", "decode tok/s", "tokens / step", "mean depth", "step ms", "draft ms", "auto / it"
-    bench.table(f"speculation, {streams} at once, {len(runs[0].rounds)} rounds", columns, rows)
+    rig.table(f"speculation, {streams} at once, {len(arms[0].rounds)} rounds", columns, rows)
 
 
-def _allowed(bench: Bench, runs: dict[str, Run], speedup: float) -> dict[str, Any]:
+def _allowed(rig: Rig, arms: dict[str, Arm], speedup: float) -> dict[str, Any]:
     """What acceptance and the price of a draft pass allow one stream, where verifying costs no more than a step without
     drafts: the best over k of (1 + S_1 + ... + S_k) / (1 + k c), S_j being how often position j is kept.
     """
-    deepest = max((run for run in runs.values() if run.setting.name.isdecimal()), key=lambda run: int(run.setting.name))
+    deepest = max((arm for arm in arms.values() if arm.setting.name.isdecimal()), key=lambda arm: int(arm.setting.name))
     depth, counts = int(deepest.setting.name), deepest.counts
-    cost = deepest.draft_seconds / depth / runs[OFF].step_seconds
+    cost = deepest.draft_seconds / depth / arms[OFF].step_seconds
     kept = [steps / counts.draft_steps for steps in counts.accepted_by_position]
     gains = list(accumulate(kept, initial=1.0))
     allowed, best = max((gain / (1 + k * cost), k) for k, gain in enumerate(gains))
     share = speedup / allowed
-    bench.say(
+    rig.say(
         f"a draft pass costs {cost:.3f} steps, positions are kept at {', '.join(f'{p:.2f}' for p in kept)}: "
         f"that allows {allowed:.3f} x off at depth {best}; auto has {share:.1%} of it"
     )
     return {"pass_cost": cost, "kept": kept, "allowed": allowed, "allowed_depth": best, "share_of_allowed": share}
 
 
-def draft(bench: Bench) -> dict[str, Any]:
+def draft(rig: Rig) -> dict[str, Any]:
     """What one more pass of the draft model takes, against reading its weights: from steps of two depths."""
-    shallow, deep = bench.scale.draft_depths
+    shallow, deep = rig.scale.draft_depths
     settings = parse_settings(f"{AUTO},{OFF},{shallow},{deep}", Method.DRAFT_MODEL)[2:]
-    runs = [Run(setting, setting.control(bench.engine)) for setting in settings]
-    batches = workload(bench.held_out(), 1, 1, GREEDY)
-    for _ in bench.rounds(least=3):
-        for run in runs:
-            run.rounds.append(_serve(bench, run, batches))
-    low, high = (_full_draft_seconds(run) for run in runs)
+    arms = [Arm(setting, setting.control(rig.engine)) for setting in settings]
+    batches = workload(rig.held_out(), 1, 1, GREEDY)
+    for _ in rig.rounds(least=3):
+        for arm in arms:
+            arm.rounds.append(_serve(rig, arm, batches))
+    low, high = (_full_draft_seconds(arm) for arm in arms)
     per_pass = (high - low) / (deep - shallow)
-    bound = streamed_bytes(bench.configs[1], bench.itemsize) / bench.ceilings.bandwidth
+    bound = streamed_bytes(rig.configs[1], rig.itemsize) / rig.ceilings.bandwidth
     row = (
         str(shallow),
         str(deep),
@@ -152,12 +154,12 @@ def draft(bench: Bench) -> dict[str, Any]:
         f"{1e3 * bound:.4f}",
     )
     columns = "from", "to", "draft ms", "draft ms", "a pass ms", "bound ms", "bound / pass"
-    bench.table("draft passes, 1 stream", columns, [(*row, f"{bound / per_pass:.1%}")])
+    rig.table("draft passes, 1 stream", columns, [(*row, f"{bound / per_pass:.1%}")])
     return {"depths": [shallow, deep], "draft": [low, high], "pass": per_pass, "bound": bound}
 
 
-def _full_draft_seconds(run: Run) -> float:
+def _full_draft_seconds(arm: Arm) -> float:
     """Median over the steps of measured rounds that had all of their drafts."""
-    depth = int(run.setting.name)
-    steps = [step for windows in run.rounds[1:] for window in windows for step in window.steps]
+    depth = int(arm.setting.name)
+    steps = [step for windows in arm.rounds[1:] for window in windows for step in window.steps]
     return median(step.times.draft for step in steps if step.plan.work[0].num_drafts == depth)

@@ -5,74 +5,41 @@ from __future__ import annotations
 import gc
 import json
 import random
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import device
+import pair
 import torch
 from rich.table import Table
+from scale import Scale
 
 from paceline import demo
 from paceline.bench.console import console
 from paceline.bench.turns import Stream
 from paceline.core.params import SamplingParams
-from paceline.demo.widen import widen
 from paceline.engine import Engine
 from paceline.garbage import collect_rarely
 from paceline.models import ModelConfig, load_model_config
 from paceline.wiring import EngineSettings, build_engine
 
-# 7 and 1 billion parameters in bf16: 14 and 2 GB.
-TARGET = {"hidden": 4096, "layers": 32, "heads": 64, "kv_heads": 16, "intermediate": 14336}
-DRAFT = {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "intermediate": 8192}
-PAIR_BYTES = 18 << 30
 MOST_BUILDS = 3  # of an engine, which a section that failed has left in nobody knows which state
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How large everything is.
+class Rig:
+    """What the sections share, made when first asked for.
 
-    Attributes:
-        seconds: that each part of a section takes, about; 0 measures twice.
-        memory: share of the GPU's that the engine takes. The rest is for the peer.
-        depths: of speculation; auto and 0 are among them.
-        batches: (streams, context) of decodes.
-        draft_depths: between which draft passes are counted.
-        company: streams, one of which asks for more than the others.
-        peer_streams: beside transformers.
+    Args:
+        home: where the widened checkpoints are, or will be; None for where there is room.
     """
 
-    small: bool
-    seconds: float
-    memory: float
-    depths: str
-    concurrencies: tuple[int, ...]
-    batches: tuple[tuple[int, int], ...]
-    steps: int
-    max_tokens: int
-    prompts: int
-    prefill: int
-    draft_depths: tuple[int, int]
-    company: int
-    peer_streams: int
-    copied: int
-    matmul: int
-
-
-class Bench:
-    """What the sections share, made when first asked for. `pair` is where the checkpoints are, or will be."""
-
-    def __init__(self, scale: Scale, pair: Path | None) -> None:
+    def __init__(self, scale: Scale, home: Path | None) -> None:
         self.scale = scale
         self.device = device.device()
         self.console = console()
-        self._pair = pair
+        self._home = home
         self._engine: Engine | None = None
         self._ceilings: device.Ceilings | None = None
         self._builds = 0
@@ -111,22 +78,20 @@ class Bench:
             torch.cuda.empty_cache()
 
     def _settings(self, target: Path, draft: Path) -> EngineSettings:
-        small = self.scale.small
         return EngineSettings(
             model=str(target),
             draft=str(draft),
             max_num_seqs=max(*self.scale.concurrencies, *(streams for streams, _ in self.scale.batches)),
-            # At the deepest, the largest batch verifies more rows than by default.
-            max_num_batched_tokens=2048 if small else 4096,
-            kv_cache_memory=1 << 28 if small else None,
+            max_num_batched_tokens=self.scale.max_num_batched_tokens,
+            kv_cache_memory=self.scale.kv_bytes,
             gpu_memory_utilization=self.scale.memory,
         )
 
     def paths(self) -> tuple[Path, Path]:
         """Target and draft; made, or found as an earlier run has left them."""
-        if self.scale.small:
+        if not self.scale.is_widened:
             return demo.TARGET, demo.DRAFT
-        return found_or_made(self._pair or _roomy(), self.device.type, self.say)
+        return pair.found_or_made(self._home or pair.roomy(), self.device.type, self.say)
 
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
@@ -172,26 +137,3 @@ class Bench:
             table.add_row(*row)
         self.console.print(table)
         self.console.file.flush()
-
-
-def found_or_made(home: Path, device: str, say: Callable[[str], None]) -> tuple[Path, Path]:
-    """Target and draft as an earlier run has left them there, or as this one does."""
-    for source, sizes in ((demo.TARGET, TARGET), (demo.DRAFT, DRAFT)):
-        path = home / source.name
-        if (path / "config.json").exists():  # which is written last
-            continue
-        began = time.perf_counter()
-        widen(source, path, **sizes, device=device)
-        size = (path / "model.safetensors").stat().st_size
-        say(f"{path}: {size / 1e9:.1f} GB made in {time.perf_counter() - began:.1f} s")
-    return home / demo.TARGET.name, home / demo.DRAFT.name
-
-
-def _roomy() -> Path:
-    """A RAM disk if it has room, which in containers it often has not; else where temporary files are."""
-    shared = Path("/dev/shm")
-    for home in (shared, Path(tempfile.gettempdir())):
-        made = home / "paceline-pair"
-        if made.exists() or (home.is_dir() and shutil.disk_usage(home).free > PAIR_BYTES):
-            return made
-    raise OSError(f"no room for {PAIR_BYTES} bytes, neither in {shared} nor in {tempfile.gettempdir()}")
