@@ -19,11 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from leaks import MIB, Footprint, host_growth, remainders
+from footprint import MIB, Footprint, host_growth
 from offers import MAX_DEPTH, Offers, Tick, fixed, from_now, policies
 from pair import found_or_made
+from remainders import remainders
 from rich.table import Table
 
 from paceline import demo
@@ -41,6 +41,7 @@ from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from paceline.garbage import collect_rarely
 from paceline.kv_blocks import bytes_per_block
 from paceline.models import NativeDecoder, load_model_config
+from paceline.runner import ModelRunner
 from paceline.wiring import EngineSettings, build_engine
 
 CHECK_EVERY = 32  # steps, between which the books are checked while there is work
@@ -125,8 +126,7 @@ class RandomLoad:
         self._expected: dict[str, list[int]] = {}
         self._footprints: list[Footprint] = []
         self._began = time.perf_counter()
-        host: Any = getattr(self._runner, "host", self._runner)
-        self._exact = isinstance(host.model, NativeDecoder)
+        self._exact = isinstance(self._runner, ModelRunner) and isinstance(self._runner.model, NativeDecoder)
         granted = policies(engine.scheduler.config.num_blocks)
         engine.scheduler.tenants.set_policies(granted, ONE_SHARE, engine.clock())
         engine.on_end.append(lambda request, reason, now: self.counts.ended.book(request))

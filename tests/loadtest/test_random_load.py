@@ -27,7 +27,7 @@ from support.pairs import tiny_pair
 sys.path.append(str(Path(__file__).parents[2] / "loadtest" / "gpu"))  # last: its bench.py is not the only one
 
 import random_load
-from leaks import MIB, MOST_HOST_GROWTH, MOST_MORE, Footprint, host_growth
+from footprint import MIB, MOST_HOST_GROWTH, MOST_MORE, Footprint, host_growth
 from offers import Offers
 from random_load import RandomLoad, Reader
 

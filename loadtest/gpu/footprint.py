@@ -1,28 +1,20 @@
-"""What an engine without work holds, and what the process does: nothing of the first, and of the second no more than
-before.
-"""
+"""What the process holds, and by how much it may hold more later on."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from paceline.core.adaptive_depth import AdaptiveDepth
-from paceline.core.deadlines import SLACK
-from paceline.core.plan import StepRunner
 from paceline.core.request import Request
 from paceline.core.sequence import Sequence
 from paceline.engine import Engine
 from paceline.engine.completions import Completion
 from paceline.engine.stops import StopChecker
 from paceline.runner.seats import Seat
-from paceline.speculation import Ngram
 from paceline.speculation.ngram_index import NgramIndex
 
 MIB = 1 << 20
@@ -35,90 +27,8 @@ MOST_HOST_GROWTH = 64 * MIB
 # Objects of one class of ours besides those below: accounts of tenants come with their first use. Whatever is kept of
 # every request, or of every step, is soon more.
 MOST_MORE = 64
-TIMERS = 3  # of one request, at most
 # Of these there is one for each live request, and of no other.
 OF_REQUESTS = (Request, Sequence, Seat, Completion, StopChecker, NgramIndex)
-
-
-def remainders(engine: Engine, runner: StepRunner) -> list[str]:
-    """What an engine without work still holds, in words. The runner is told of ends by the next plan, so it may mirror
-    what the scheduler is about to tell.
-
-    Args:
-        runner: the one that mirrors sequences, which may stand behind another.
-    """
-    return [*_books(engine), *_held(engine), *_mirrored(engine, runner)]
-
-
-def _books(engine: Engine) -> Iterator[str]:
-    try:
-        engine.check_invariants()
-    except AssertionError as error:
-        yield f"the books do not balance: {error}"
-
-
-def _held(engine: Engine) -> Iterator[str]:
-    """What the scheduler, its policy and the engine hold."""
-    scheduler, kv = engine.scheduler, engine.scheduler.kv
-    if kv.num_free_blocks != kv.pool.num_blocks:
-        yield f"{kv.pool.num_blocks - kv.num_free_blocks} blocks of KV are not free"
-    policy = scheduler.speculation.policy
-    holders: dict[str, Any] = {
-        "block tables": kv._tables,
-        "requests": scheduler.requests,
-        "running requests": scheduler.running,
-        "waiting requests": scheduler.waiting,
-        "outstanding steps": scheduler._outstanding,
-        "refused requests that nobody was told of": scheduler.refused,
-        "paces": scheduler.batch._paced,
-        "completions": engine._completions.keys(),
-    }
-    if isinstance(policy, AdaptiveDepth):
-        adaptive: Any = policy  # of which this looks at more than it shows
-        holders |= {
-            "chosen depths": adaptive._standing.by_model,
-            "looks at n-grams": adaptive._standing.looks,
-            "reviewed depths": adaptive._reviewed,
-            "bounds of depths": adaptive._bound,
-            "intervals of probes": adaptive._probes._intervals,
-        }
-    yield from _not_empty(holders)
-    # Those of ended requests go when a step is planned with too many of them for all that are live.
-    most = SLACK + TIMERS * (scheduler.config.max_num_seqs + scheduler.config.max_queued)
-    if len(scheduler.deadlines._timers) > most:
-        yield f"{len(scheduler.deadlines._timers)} timers"
-
-
-def _mirrored(engine: Engine, runner: StepRunner) -> Iterator[str]:
-    """What the runner holds besides the requests that the next plan releases."""
-    told = set(engine.scheduler._released)
-    host: Any = getattr(runner, "host", runner)
-    if host.sequences.keys() != told:
-        yield f"mirrors of {_some(host.sequences.keys() ^ told)}, other than those that the next plan releases"
-    holders = {"failed requests": host._failed.keys() - told}
-    for method, drafter in host.drafters.items():
-        if isinstance(drafter, Ngram):
-            holders[f"indexes of {method}"] = drafter._indexes.keys() - told
-    if host is not runner:
-        device: Any = runner
-        seats = device._seats
-        if seats._taken.keys() != told:
-            yield f"seats of {_some(seats._taken.keys() ^ told)}, other than those that the next plan releases"
-        places = sorted([*seats._free, *(seat.index for seat in seats._taken.values())])
-        if places != list(range(len(seats.table.facts))):
-            yield "seats that are neither free nor taken, or both"
-        holders["launched steps"] = device._launched
-    yield from _not_empty(holders)
-
-
-def _not_empty(holders: dict[str, Any]) -> Iterator[str]:
-    for name, held in holders.items():
-        if held:
-            yield f"{len(held)} {name}"
-
-
-def _some(ids: set[int]) -> str:
-    return f"{len(ids)} requests ({', '.join(map(str, sorted(ids)[:5]))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +43,7 @@ class Footprint:
         reserved: bytes that torch has of it.
         host: bytes of memory.
         threads: of the process, whoever made them.
+        files: that it has open.
     """
 
     objects: Counter[str]
@@ -187,7 +98,8 @@ def host_growth(footprints: list[Footprint]) -> str | None:
 
 def _learnt(engine: Engine) -> set[int]:
     """Ids of what all requests together have taught, for each rule and method by tenant and position."""
-    models: Any = [model for by_method in engine.scheduler.speculation._models.values() for model in by_method.values()]
+    by_rule = engine.scheduler.speculation._models.values()
+    models = [model for by_method in by_rule for model in by_method.values()]
     return {id(one) for model in models for one in (*model._positions, *model._tenants.values())}
 
 
