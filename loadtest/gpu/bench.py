@@ -22,7 +22,7 @@ from decode import decode, host, prefill
 from rig import Rig
 from scale import SMALL, WHOLE, Scale
 
-from paceline.bench.throughput import parse_sizes
+from paceline.bench.number_lists import parse_sizes
 from paceline.errors import NotWritten
 from paceline.whole_file import write_json
 from speculation import draft, speculation

@@ -12,9 +12,9 @@ from drive import Window, serve
 from rig import GREEDY, Rig
 
 from paceline.bench.depth import workload
+from paceline.bench.depths import AUTO, OFF
 from paceline.bench.limits.work import streamed_bytes
 from paceline.bench.setting import Setting, parse_settings, steered
-from paceline.bench.throughput import AUTO, OFF
 from paceline.bench.turns import Stream
 from paceline.core.method import Method
 from paceline.core.speculation import SpeculationControl

@@ -27,11 +27,13 @@ from paceline.bench import (
     serving,
     swing,
 )
+from paceline.bench.depths import parse_depths
 from paceline.bench.limits import measuring, memory
 from paceline.bench.limits.results import Figure, Memory, Passes
 from paceline.bench.limits.work import prefill_operations, streamed_bytes
+from paceline.bench.number_lists import parse_sizes
 from paceline.bench.setting import parse_settings
-from paceline.bench.throughput import Cell, Sample, parse_depths, parse_sizes
+from paceline.bench.throughput import Cell, Sample
 from paceline.cli import app, main
 from paceline.core.calibration import Calibration
 from paceline.core.method import Method

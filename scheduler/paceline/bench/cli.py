@@ -81,8 +81,10 @@ def throughput(
     json_out: JsonOut = None,
 ) -> None:
     """Throughput of the offline engine by concurrency and depth, decode alone and whole run, as ratios to depth off."""
+    from paceline.bench.depths import parse_depths
+    from paceline.bench.number_lists import parse_sizes
     from paceline.bench.report import render, to_json
-    from paceline.bench.throughput import measure, parse_depths, parse_sizes
+    from paceline.bench.throughput import measure
     from paceline.core.params import SamplingParams
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
@@ -126,7 +128,7 @@ def acceptance(
 ) -> None:
     """Drafts kept by each verification rule, with 95 % intervals over requests."""
     from paceline.bench.acceptance import measure, parse_temperatures, render
-    from paceline.bench.throughput import check_depth
+    from paceline.bench.depths import check_depth
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
@@ -150,8 +152,8 @@ def grammar(
     dtype: Dtype = "auto",
 ) -> None:
     """What a JSON schema adds to the time of a step, against the same streams without one."""
+    from paceline.bench.depths import parse_depths
     from paceline.bench.grammar import measure, render
-    from paceline.bench.throughput import parse_depths
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
@@ -195,9 +197,9 @@ def depth(
 ) -> None:
     """The adaptive depth against the best fixed one, no drafts, and other rules: decode alone, of the same streams."""
     from paceline.bench.depth import describe, measure, render, to_json
+    from paceline.bench.number_lists import parse_sizes
     from paceline.bench.setting import default_method, parse_method, parse_settings
     from paceline.bench.synthetic import decree, parse_rates
-    from paceline.bench.throughput import parse_sizes
     from paceline.core.params import SamplingParams
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
@@ -358,8 +360,8 @@ def policy(
     ] = None,
 ) -> None:
     """Each rule for the depth against the best stationary depths, in simulation: true chances and prices, no model."""
+    from paceline.bench.number_lists import parse_sizes
     from paceline.bench.policy import measure, parse_rates, parse_ratios, plot, render, to_json
-    from paceline.bench.throughput import parse_sizes
 
     rates, sizes, ratios = parse_rates(acceptance), parse_sizes(concurrency), parse_ratios(ratio)
     cells = measure(rates, sizes, ratios, free_rows, steps, max_tokens, seed)
@@ -383,8 +385,9 @@ def serving(
     dtype: Dtype = "auto",
 ) -> None:
     """Streams over gRPC, to a client on the same cores, as a ratio to the same streams offline."""
+    from paceline.bench.depths import parse_depths
+    from paceline.bench.number_lists import parse_sizes
     from paceline.bench.serving import measure, render
-    from paceline.bench.throughput import parse_depths, parse_sizes
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
@@ -406,7 +409,8 @@ def backends(
 ) -> None:
     """Speed of the native backend, as a ratio to torch's."""
     from paceline.bench.backends import measure, render
-    from paceline.bench.throughput import parse_depths, parse_sizes
+    from paceline.bench.depths import parse_depths
+    from paceline.bench.number_lists import parse_sizes
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
@@ -464,8 +468,8 @@ def quantization(
 ) -> None:
     """What int8 weights cost: perplexity of held-out text, and drafts kept."""
     from paceline import demo
+    from paceline.bench.depths import check_depth
     from paceline.bench.quantization import encode, measure_acceptance, measure_accuracy, render, summary
-    from paceline.bench.throughput import check_depth
     from paceline_loadtest.prompts import load_prompts
 
     if draft in ("none", "ngram"):
@@ -499,7 +503,7 @@ def core(
     from dataclasses import asdict
 
     from paceline.bench.core import measure_core, merge, render_core
-    from paceline.bench.throughput import parse_sizes
+    from paceline.bench.number_lists import parse_sizes
     from paceline.compiled import is_compiled
 
     sizes = parse_sizes(waiting, "waiting", least=0, most=1_000_000)

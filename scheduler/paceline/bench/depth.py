@@ -21,9 +21,9 @@ from rich.table import Table
 
 from paceline.bench.baselines import BASELINES
 from paceline.bench.console import console, num_streams, verdict
+from paceline.bench.depths import AUTO, OFF
 from paceline.bench.prompts import encode
 from paceline.bench.setting import Setting
-from paceline.bench.throughput import AUTO, OFF
 from paceline.bench.turns import Served, Stream, serve_batch
 from paceline.core.params import SamplingParams
 from paceline.core.speculation import SpeculationControl

@@ -16,8 +16,8 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline.bench.console import console, num_streams, verdict
+from paceline.bench.depths import AUTO
 from paceline.bench.setting import Setting
-from paceline.bench.throughput import AUTO
 from paceline.bench.turns import Track, check_room
 from paceline.core.params import SamplingParams, StopParams
 from paceline.core.speculation import SpeculationControl

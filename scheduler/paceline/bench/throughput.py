@@ -7,52 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Final
 
 from rich.progress import track
 
+from paceline.bench.depths import OFF
 from paceline.bench.prompts import encode
-from paceline.core.adaptive_depth import MAX_DEPTH
-from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.request import RequestStats
 from paceline.engine import Engine, GenerationRequest
 from paceline.errors import InvalidArgument
-
-OFF = "off"
-AUTO = "auto"
-MOST_STREAMS: Final = 1 << 14  # at once; simulations of more would take hours, or all memory
-
-
-def parse_sizes(text: str, option: str = "concurrency", least: int = 1, most: int = MOST_STREAMS) -> list[int]:
-    """ "1,4,16" -> [1, 4, 16]. Raises InvalidArgument, which names the option."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and least <= int(part) <= most for part in parts):
-        raise InvalidArgument(option, text, f"integers >= {least}, at most {most}, separated by commas")
-    return [int(part) for part in parts]
-
-
-def check_depth(depth: int) -> int:
-    """Raises InvalidArgument: an engine of a benchmark drafts no deeper."""
-    if depth > MAX_DEPTH:
-        raise InvalidArgument("depth", depth, f"at most {MAX_DEPTH}, the engine's highest depth")
-    return depth
-
-
-def parse_depths(text: str) -> dict[str, SpeculationParams]:
-    """Each name of a depth, and the bounds that make a request speculate so. Raises InvalidArgument."""
-    depths: dict[str, SpeculationParams] = {}
-    for name in (part.strip() for part in text.split(",")):
-        if name == OFF:
-            depths[name] = SpeculationParams(method=Method.NONE)
-        elif name == AUTO:
-            depths[name] = SpeculationParams()
-        elif name.isdecimal():
-            depth = check_depth(int(name))
-            depths[name] = SpeculationParams(min_depth=depth, max_depth=depth)
-        else:
-            raise InvalidArgument("depth", text, "off, auto or integers >= 0, separated by commas")
-    return depths
 
 
 @dataclass(frozen=True, slots=True)
