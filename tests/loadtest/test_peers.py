@@ -19,8 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "loadtest" / "peers"))
 
 import compare
 import protocol
-from compare import AUTO, OFF, OURS, Cell, Engine, Ratio, Sample, Worker, WorkerFailed
+from cells import Cell, Ratio, Sample, ratios, same_text
+from engines import AUTO, OFF, OURS, Engine, find_engines
 from protocol import Load
+from report import print_tables
+from worker import Worker, WorkerFailed
 
 # Each stream repeats the last token of its prompt. The first argument is a log of the loads, the second lists
 # [depth, streams] of runs that fail.
@@ -109,7 +112,7 @@ def test_a_crash_is_told_in_the_workers_last_words_and_the_next_run_starts_anew(
 
 
 def test_silence_ends_in_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "QUIT_SECONDS", 0.0)
+    monkeypatch.setattr("worker.QUIT_SECONDS", 0.0)
     worker = Worker([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log")
     with pytest.raises(WorkerFailed, match="no answer in 0 s"):
         worker.ask({"run": {}}, timeout=0.0)
@@ -217,7 +220,7 @@ def test_ratios_pick_the_fastest_peer_for_each_kind_of_speculation() -> None:
     ]
     found = [
         (r.concurrency, r.speculation, r.ours.depth, r.peer.engine, r.peer.depth, pytest.approx(r.value))
-        for r in compare.ratios(cells)
+        for r in ratios(cells)
     ]
     assert found == [
         (1, OFF, OFF, "b", OFF, 10 / 8),
@@ -230,7 +233,7 @@ def test_ratios_pick_the_fastest_peer_for_each_kind_of_speculation() -> None:
 
 def test_same_text_counts_streams_against_the_first_engine() -> None:
     cells = [cell(OURS, OFF, [1.0, 1.0]), cell("a", "3", [1.0, 1.0]), cell("b", OFF, [1.0, 1.0], text=8)]
-    assert [compare.same_text(cells, c) for c in cells] == [(2, 2), (2, 2), (0, 2)]
+    assert [same_text(cells, c) for c in cells] == [(2, 2), (2, 2), (0, 2)]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -239,7 +242,7 @@ def test_same_text_counts_streams_against_the_first_engine() -> None:
 def test_engines_that_are_not_set_up_are_named(tmp_path: Path) -> None:
     (tmp_path / "transformers" / "bin").mkdir(parents=True)
     (tmp_path / "transformers" / "bin" / "python").touch()
-    engines, missing = compare.find_engines([OURS, "vllm", "transformers"], tmp_path, tmp_path, [OFF, "3", AUTO])
+    engines, missing = find_engines([OURS, "vllm", "transformers"], tmp_path, tmp_path, [OFF, "3", AUTO])
     assert missing == ["vllm"]
     assert [engine.name for engine in engines] == [OURS, "transformers"]
     assert [engine.supports(AUTO, 1) for engine in engines] == [True, False]
@@ -286,7 +289,7 @@ def test_the_command_prints_tables_and_writes_json(
 def test_the_best_fixed_depth_of_each_engine_stands_out() -> None:
     cells = [cell("a", depth, [rate]) for depth, rate in ((OFF, 9.0), ("1", 3.0), ("3", 5.0))]
     text = StringIO()
-    compare.print_tables(Console(file=text, force_terminal=True, width=100), cells, [1e9])
+    print_tables(Console(file=text, force_terminal=True, width=100), cells, [1e9])
     bold = [line for line in text.getvalue().split("\n") if "\x1b[1m" in line and "a " in line]
     assert len(bold) == 1
     assert "5.0" in bold[0]
