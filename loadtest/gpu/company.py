@@ -10,6 +10,7 @@ from drive import BOUNDS, serve
 from rig import GREEDY, Rig
 
 from paceline.bench.depth import workload
+from paceline.bench.ratio import median_ratio
 
 # The device penalises by itself; where there are bad words, the host chooses the tokens.
 COMPANY = {"a penalty": replace(GREEDY, frequency_penalty=0.1), "bad words": replace(GREEDY, bad_words=("qzx",))}
@@ -28,9 +29,7 @@ def company(rig: Rig) -> dict[str, Any]:
     rows, ratios = [], {}
     for name, by_batch in rates.items():
         alone = by_batch["none"][1:]  # the first round meets the shapes
-        ratios[name] = {
-            who: median(mine / its for mine, its in zip(by_batch[who][1:], alone, strict=True)) for who in COMPANY
-        }
+        ratios[name] = {who: median_ratio(by_batch[who][1:], alone) for who in COMPANY}
         rows.append((name, f"{median(alone):.1f}", *(f"{ratio:.3f}" for ratio in ratios[name].values())))
     columns = "speculation", "tok/s", *(f"with {who}" for who in COMPANY)
     rig.table(f"one of {streams} asks for more", columns, rows)

@@ -17,6 +17,8 @@ from rig import GREEDY, Rig
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
+from paceline.bench.ratio import median_ratio
+
 LEAST_OF_PEER = 3.0
 MEMORY_SHARE = 0.5  # of what our engine and both models leave
 ANSWER_SECONDS = 120.0
@@ -94,7 +96,7 @@ def peer(rig: Rig) -> dict[str, Any]:
     rows, ratios = [], {}
     for name, all_taken in seconds.items():
         taken = all_taken[1:]
-        ratios[name] = median(its / mine for mine, its in zip(taken, theirs, strict=True))
+        ratios[name] = median_ratio(theirs, taken)
         rows.append((name, f"{tokens / median(taken):.1f}", f"{ratios[name]:.2f}"))
     columns = "ours, or the peer", "tok/s", f"it / the peer (target {LEAST_OF_PEER:g})"
     rig.table(f"beside transformers, {rig.scale.peer_streams} at once", columns, rows)

@@ -14,6 +14,7 @@ from rig import GREEDY, Rig
 from paceline.bench.depth import workload
 from paceline.bench.depths import AUTO, OFF
 from paceline.bench.limits.work import streamed_bytes
+from paceline.bench.ratio import median_ratio
 from paceline.bench.setting import Setting, parse_settings, steered
 from paceline.bench.turns import Stream
 from paceline.core.method import Method
@@ -76,7 +77,7 @@ def _concurrency(rig: Rig, streams: int) -> dict[str, Any]:
             arm.rounds.append(_serve(rig, arm, batches))
     by_name = {arm.setting.name: arm for arm in arms}
     best = max((arm for arm in arms if arm.setting.is_fixed), key=lambda arm: median(arm.rates)).setting.name
-    over = {name: _ratio(by_name[AUTO], arm) for name, arm in by_name.items()}
+    over = {name: median_ratio(by_name[AUTO].rates, arm.rates) for name, arm in by_name.items()}
     _print(rig, streams, arms, over)
     rig.say(
         f"auto / best fixed ({best}) = {over[best]:.3f} (target {LEAST_OF_BEST}), "
@@ -95,11 +96,6 @@ def _concurrency(rig: Rig, streams: int) -> dict[str, Any]:
 def _serve(rig: Rig, arm: Arm, batches: Sequence[Sequence[Stream]]) -> list[Window]:
     with steered(rig.engine, arm.control):
         return [serve(rig.engine, batch, arm.setting.bounds, rig.scale.max_tokens) for batch in batches]
-
-
-def _ratio(arm: Arm, other: Arm) -> float:
-    """Median of the ratios within each round."""
-    return median(mine / its for mine, its in zip(arm.rates, other.rates, strict=True))
 
 
 def _print(rig: Rig, streams: int, arms: Sequence[Arm], over: dict[str, float]) -> None:

@@ -220,7 +220,7 @@ def test_backends_compares_equal_work(pair: tuple[Path, Path], capsys: pytest.Ca
 
 
 def test_a_speedup_is_the_median_of_rounds() -> None:
-    cell = backends.Cell(
+    cell = backends.BackendTimes(
         1, "off", torch=[(2.0, 6.0), (9.0, 9.0), (4.0, 8.0)], native=[(1.0, 2.0), (1.0, 9.0), (4.0, 4.0)]
     )
     assert (cell.speedup(0), cell.speedup(1)) == (2.0, 2.0)

@@ -180,16 +180,16 @@ def test_depth_compares_auto_with_everything_else(
     )
     assert [cell.streams for cell in cells] == [1, 2]
     for cell in cells:
-        assert list(cell.runs) == ["off", "2", "auto", "realizar", "draft-full-then-trim"]
-        assert cell.runs["auto"].speculation is engine.scheduler.speculation
-        for name, run in cell.runs.items():
-            assert len(run.explored) == 1
-            assert len(run.compared) == (2 if name in ("auto", "off", cell.best) else 0)
-            assert run.rate > 0
-        assert cell.runs["off"].depth == 0
-        assert 1 < cell.runs["2"].depth <= 2
-        assert cell.runs["realizar"].depth > 1
-        assert 0.5 < cell.runs["draft-full-then-trim"].depth < 3
+        assert list(cell.arms) == ["off", "2", "auto", "realizar", "draft-full-then-trim"]
+        assert cell.arms["auto"].speculation is engine.scheduler.speculation
+        for name, arm in cell.arms.items():
+            assert len(arm.explored) == 1
+            assert len(arm.compared) == (2 if name in ("auto", "off", cell.best) else 0)
+            assert arm.rate > 0
+        assert cell.arms["off"].depth == 0
+        assert 1 < cell.arms["2"].depth <= 2
+        assert cell.arms["realizar"].depth > 1
+        assert 0.5 < cell.arms["draft-full-then-trim"].depth < 3
     depth.render(cells, title="a title")
     assert "auto / best fixed" in capsys.readouterr().out
 
@@ -218,9 +218,9 @@ def test_another_setting_leads_in_every_batch(pair: tuple[Path, Path], monkeypat
     monkeypatch.setattr(depth, "serve_batch", serve_batch)
     engine = _engine(pair)
     settings = setting.parse_settings("off,2,auto", Method.DRAFT_MODEL)
-    cell = depth.Cell(1, {one.name: depth.Run.start(one, engine) for one in settings})
+    cell = depth.Cell(1, {one.name: depth.Arm.start(one, engine) for one in settings})
     batches = depth.workload([(5,), (6,)], streams=1, least=2, sampling=GREEDY)
-    samples = [sample for _, sample in depth.serve(engine, batches, list(cell.runs.values()), max_tokens=8, first=2)]
+    samples = [sample for _, sample in depth.serve(engine, batches, list(cell.arms.values()), max_tokens=8, first=2)]
     assert led == [2, 0]
     assert samples[0] == depth.Sample(rate=20 / (1 + 2), depth=(1 + 2) / 2, control=1 / (1 + 2), policy=0.5 / (1 + 2))
     assert samples[2] == depth.Sample(rate=20 / (3 + 4), depth=(1 + 2) / 2, control=1 / (3 + 4), policy=0.5 / (3 + 4))
@@ -262,13 +262,13 @@ def test_seeds_count_up_over_the_streams_of_a_workload() -> None:
 
 def _cell(streams: int, **rates: tuple[list[float], list[float]]) -> depth.Cell:
     """Rates of exploring and of comparing repetitions by setting; fixed depths as d1, d2, ..."""
-    runs = {}
+    arms = {}
     for key, (explored, compared) in rates.items():
         name = key.removeprefix("d")
         samples = [[depth.Sample(rate, 0.0, 0.0, 0.0) for rate in kind] for kind in (explored, compared)]
         control = SpeculationControl(FixedDepth(0))
-        runs[name] = depth.Run(setting.Setting(name, SpeculationParams()), control, *samples)
-    return depth.Cell(streams, runs)
+        arms[name] = depth.Arm(setting.Setting(name, SpeculationParams()), control, *samples)
+    return depth.Cell(streams, arms)
 
 
 def test_the_best_is_chosen_in_other_repetitions_than_it_is_compared_in() -> None:

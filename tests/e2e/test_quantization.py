@@ -87,7 +87,7 @@ def test_pairs_are_drafted_with_the_weights_they_name(tmp_path: Path, monkeypatc
         ("bfloat16", "int8"),
         ("int8", "int8"),
     ]
-    [tally] = lengths[0].cell.tallies
+    [tally] = lengths[0].trial.tallies
     assert lengths[0].interval.mean == pytest.approx((tally.accepted + tally.steps) / tally.steps)
 
 

@@ -57,8 +57,8 @@ class Interval:
 
 
 @dataclass(slots=True)
-class Cell:
-    """One rule at one temperature."""
+class Trial:
+    """One rule at one temperature, with a tally of each request."""
 
     rule: Verification
     temperature: float
@@ -125,44 +125,44 @@ def measure(
     depth: int,
     max_tokens: int,
     samples: int,
-) -> list[Cell]:
+) -> list[Trial]:
     """Complete every prompt `samples` times under each rule."""
-    cells = [Cell(rule, temperature) for temperature in temperatures for rule in RULES]
-    for cell in track(cells, description="measuring"):
-        fill(cell, engine, prompts, depth, max_tokens, samples)
-    return cells
+    trials = [Trial(rule, temperature) for temperature in temperatures for rule in RULES]
+    for trial in track(trials, description="measuring"):
+        fill(trial, engine, prompts, depth, max_tokens, samples)
+    return trials
 
 
 def fill(
-    cell: Cell, engine: Engine, prompts: Sequence[str | tuple[int, ...]], depth: int, max_tokens: int, samples: int
+    trial: Trial, engine: Engine, prompts: Sequence[str | tuple[int, ...]], depth: int, max_tokens: int, samples: int
 ) -> None:
-    """Complete every prompt `samples` times by the cell's rule, which gets a tally of each; seeds, where the rule has
+    """Complete every prompt `samples` times by the trial's rule, and tally all; seeds, where the rule has
     them, differ.
     """
     with recording(engine) as recorder:
         for sample in range(samples):
             for index, prompt in enumerate(prompts):
-                engine.add(_request(prompt, cell, depth, max_tokens, seed=sample * len(prompts) + index))
+                engine.add(_request(prompt, trial, depth, max_tokens, seed=sample * len(prompts) + index))
             while engine.has_work:
                 engine.step()
-    cell.tallies = list(recorder.tallies.values())
+    trial.tallies = list(recorder.tallies.values())
 
 
-def _request(prompt: str | tuple[int, ...], cell: Cell, depth: int, max_tokens: int, seed: int) -> GenerationRequest:
-    coupled = cell.rule is Verification.COUPLED
+def _request(prompt: str | tuple[int, ...], trial: Trial, depth: int, max_tokens: int, seed: int) -> GenerationRequest:
+    coupled = trial.rule is Verification.COUPLED
     return GenerationRequest(
         prompt,
-        SamplingParams(temperature=cell.temperature, seed=seed if coupled else None),
+        SamplingParams(temperature=trial.temperature, seed=seed if coupled else None),
         StopParams(max_tokens=max_tokens, ignore_eos=True),
-        SpeculationParams(Method.DRAFT_MODEL, depth, depth, cell.rule),
+        SpeculationParams(Method.DRAFT_MODEL, depth, depth, trial.rule),
     )
 
 
-def render(cells: list[Cell], title: str) -> None:
+def render(trials: list[Trial], title: str) -> None:
     table = Table(title=title)
     for name in ("temperature", "rule", "accepted per step", "accepted per reached draft", "(1 - TV) / (1 + TV)"):
         table.add_column(name, justify="right")
-    for cell in cells:
-        bound = str(cell.bound()) if cell.rule is Verification.TOKEN_WISE else ""
-        table.add_row(str(cell.temperature), cell.rule, str(cell.per_step()), str(cell.per_draft()), bound)
+    for trial in trials:
+        bound = str(trial.bound()) if trial.rule is Verification.TOKEN_WISE else ""
+        table.add_row(str(trial.temperature), trial.rule, str(trial.per_step()), str(trial.per_draft()), bound)
     console().print(table)

@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(slots=True)
-class Cell:
+class BackendTimes:
     """Seconds by round, of the torch engine and of the native one."""
 
     streams: int
@@ -41,27 +41,27 @@ def measure(
     depths: dict[str, SpeculationParams],
     max_tokens: int,
     rounds: int,
-) -> list[Cell]:
+) -> list[BackendTimes]:
     """The same greedy streams on both engines, one after the other."""
     encoded = encode(torch, prompts)
-    cells = [Cell(size, name) for size in sizes for name in depths]
+    measured = [BackendTimes(size, name) for size in sizes for name in depths]
     for number in track(range(-1, rounds), description="measuring"):
-        for cell in cells:
-            batch = [encoded[i % len(encoded)] for i in range(cell.streams)]
-            for engine, seconds in ((torch, cell.torch), (native, cell.native)):
+        for times in measured:
+            batch = [encoded[i % len(encoded)] for i in range(times.streams)]
+            for engine, seconds in ((torch, times.torch), (native, times.native)):
                 # The first time for whatever the last engine left in the caches.
                 _, (prefill, _), (whole, _) = (
-                    run(engine, batch, tokens, depths[cell.depth], GREEDY) for tokens in (1, 1, max_tokens)
+                    run(engine, batch, tokens, depths[times.depth], GREEDY) for tokens in (1, 1, max_tokens)
                 )
                 if number >= 0:
                     seconds.append((prefill, whole))
-    return cells
+    return measured
 
 
-def render(cells: list[Cell], title: str) -> None:
+def render(measured: list[BackendTimes], title: str) -> None:
     table = Table(title=title)
     for name in ("streams", "depth", "prefill, x torch", "whole run, x torch"):
         table.add_column(name, justify="right")
-    for cell in cells:
-        table.add_row(str(cell.streams), cell.depth, f"{cell.speedup(0):.2f}", f"{cell.speedup(1):.2f}")
+    for times in measured:
+        table.add_row(str(times.streams), times.depth, f"{times.speedup(0):.2f}", f"{times.speedup(1):.2f}")
     console().print(table)

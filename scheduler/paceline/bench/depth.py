@@ -23,6 +23,7 @@ from paceline.bench.baselines import BASELINES
 from paceline.bench.console import console, num_streams, verdict
 from paceline.bench.depths import AUTO, OFF
 from paceline.bench.prompts import encode
+from paceline.bench.ratio import median_ratio
 from paceline.bench.setting import Setting
 from paceline.bench.turns import Served, Stream, serve_batch
 from paceline.core.params import SamplingParams
@@ -91,7 +92,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Run:
+class Arm:
     """What was measured of one setting at one number of streams.
 
     Attributes:
@@ -105,7 +106,7 @@ class Run:
     compared: list[Sample] = field(default_factory=list)
 
     @classmethod
-    def start(cls, setting: Setting, engine: Engine) -> Run:
+    def start(cls, setting: Setting, engine: Engine) -> Arm:
         return cls(setting, setting.control(engine))
 
     @property
@@ -130,10 +131,10 @@ class Run:
 
 @dataclass(slots=True)
 class Cell:
-    """One number of streams: runs by the names of their settings."""
+    """One number of streams: arms by the names of their settings."""
 
     streams: int
-    runs: dict[str, Run]
+    arms: dict[str, Arm]
 
     @property
     def name(self) -> str:
@@ -142,23 +143,21 @@ class Cell:
     @property
     def best(self) -> str:
         """The fixed depth with the best median in the exploring repetitions."""
-        fixed = [name for name, run in self.runs.items() if run.setting.is_fixed]
-        return max(fixed, key=lambda name: median(sample.rate for sample in self.runs[name].explored))
+        fixed = [name for name, arm in self.arms.items() if arm.setting.is_fixed]
+        return max(fixed, key=lambda name: median(sample.rate for sample in self.arms[name].explored))
 
     def compared_ratios(self, name: str) -> list[float]:
         """`auto` over another setting, by comparing repetition."""
-        return _ratios(self.runs[AUTO].compared, self.runs[name].compared)
+        pairs = zip(self.arms[AUTO].compared, self.arms[name].compared, strict=True)
+        return [auto.rate / other.rate for auto, other in pairs]
 
     def compare(self, name: str) -> Interval:
         return Interval.of(self.compared_ratios(name))
 
     def explored_ratio(self, name: str) -> float:
         """`auto` over another setting, median over exploring repetitions."""
-        return float(median(_ratios(self.runs[AUTO].explored, self.runs[name].explored)))
-
-
-def _ratios(samples: Sequence[Sample], others: Sequence[Sample]) -> list[float]:
-    return [mine.rate / its.rate for mine, its in zip(samples, others, strict=True)]
+        auto, other = ([sample.rate for sample in self.arms[one].explored] for one in (AUTO, name))
+        return median_ratio(auto, other)
 
 
 def measure(
@@ -191,7 +190,7 @@ def measure(
     """
     encoded = encode(engine, prompts)
     for size in sizes:
-        cell = Cell(size, {setting.name: Run.start(setting, engine) for setting in settings})
+        cell = Cell(size, {setting.name: Arm.start(setting, engine) for setting in settings})
         measure_cell(engine, cell, workload(encoded, size, prompts_per_cell, sampling), max_tokens, explore, rounds)
         yield cell
 
@@ -199,18 +198,18 @@ def measure(
 def measure_cell(
     engine: Engine, cell: Cell, batches: Sequence[Sequence[Stream]], max_tokens: int, explore: int, rounds: int
 ) -> None:
-    """Fill the runs of a cell. Arguments as in `measure`."""
-    runs = list(cell.runs.values())
-    serve(engine, batches[:1], runs, max_tokens)
-    serve(engine, batches, runs, min(FIRST_TOKENS, max_tokens))
+    """Fill the arms of a cell. Arguments as in `measure`."""
+    arms = list(cell.arms.values())
+    serve(engine, batches[:1], arms, max_tokens)
+    serve(engine, batches, arms, min(FIRST_TOKENS, max_tokens))
     for number in track(range(explore + rounds), description=f"measuring {cell.name}"):
         if number < explore:
-            for run, sample in serve(engine, batches, runs, max_tokens, number):
-                run.explored.append(sample)
+            for arm, sample in serve(engine, batches, arms, max_tokens, number):
+                arm.explored.append(sample)
         else:
-            compared = [cell.runs[name] for name in dict.fromkeys((AUTO, OFF, cell.best))]
-            for run, sample in serve(engine, batches, compared, max_tokens, number):
-                run.compared.append(sample)
+            compared = [cell.arms[name] for name in dict.fromkeys((AUTO, OFF, cell.best))]
+            for arm, sample in serve(engine, batches, compared, max_tokens, number):
+                arm.compared.append(sample)
 
 
 def workload(
@@ -231,19 +230,19 @@ def workload(
 
 
 def serve(
-    engine: Engine, batches: Sequence[Sequence[Stream]], runs: Sequence[Run], max_tokens: int, first: int = 0
-) -> list[tuple[Run, Sample]]:
-    """Serve batches one after the other, each by all runs in turn: run `first`, modulo their number, leads in the first
+    engine: Engine, batches: Sequence[Sequence[Stream]], arms: Sequence[Arm], max_tokens: int, first: int = 0
+) -> list[tuple[Arm, Sample]]:
+    """Serve batches one after the other, each by all arms in turn: arm `first`, modulo their number, leads in the first
     batch, and the next one in each later batch.
     """
-    settings = [(run.speculation, run.setting.bounds) for run in runs]
+    settings = [(arm.speculation, arm.setting.bounds) for arm in arms]
     served = [serve_batch(engine, batch, settings, max_tokens, number) for number, batch in enumerate(batches, first)]
-    return [(run, Sample.of(mine)) for run, mine in zip(runs, zip(*served, strict=True), strict=True)]
+    return [(arm, Sample.of(mine)) for arm, mine in zip(arms, zip(*served, strict=True), strict=True)]
 
 
 def best_single(cells: Sequence[Cell]) -> tuple[str, float]:
     """The fixed depth that is best over the sweep, and `auto` over it: geometric mean, exploring repetitions."""
-    ratios = {name: over_sweep(cells, name) for name, run in cells[0].runs.items() if run.setting.is_fixed}
+    ratios = {name: over_sweep(cells, name) for name, arm in cells[0].arms.items() if arm.setting.is_fixed}
     name = min(ratios, key=lambda name: ratios[name])
     return name, ratios[name]
 
@@ -262,7 +261,7 @@ def missed(cells: Sequence[Cell]) -> list[str]:
             lines.append(f"{cell.name}: auto is {best} x the best fixed depth ({cell.best}), below {LEAST_OF_BEST}")
         if best.half_width > WIDEST:
             lines.append(f"{cell.name}: auto over the best fixed depth is known to {best.half_width:.3f}, not {WIDEST}")
-        if (policy := cell.runs[AUTO].policy) > MOST_POLICY:
+        if (policy := cell.arms[AUTO].policy) > MOST_POLICY:
             lines.append(f"{cell.name}: the policy takes {policy:.1%}, over {MOST_POLICY:.0%}")
         if off.mean < LEAST_OF_OFF:
             lines.append(f"{cell.name}: auto is {off} x off, below {LEAST_OF_OFF}")
@@ -278,8 +277,8 @@ def render(cells: Sequence[Cell], title: str) -> None:
     for column in ("streams", "depth", "decode tok/s", "mean depth", "auto / it"):
         table.add_column(column, justify="right")
     for cell in cells:
-        for name, run in cell.runs.items():
-            row = f"{run.rate:.1f}", f"{run.depth:.2f}", _over(cell, name)
+        for name, arm in cell.arms.items():
+            row = f"{arm.rate:.1f}", f"{arm.depth:.2f}", _over(cell, name)
             table.add_row(str(cell.streams), name, *row, style="bold" if name == AUTO else None)
         table.add_section()
     out.print(table)
@@ -291,14 +290,14 @@ def _over(cell: Cell, name: str) -> str:
     """What `auto` is over a setting, with the interval if that was compared."""
     if name == AUTO:
         return ""
-    return str(cell.compare(name)) if cell.runs[name].compared else f"{cell.explored_ratio(name):.3f}"
+    return str(cell.compare(name)) if cell.arms[name].compared else f"{cell.explored_ratio(name):.3f}"
 
 
 def describe(cell: Cell) -> str:
     return (
-        f"{cell.name}: auto drafts {cell.runs[AUTO].depth:.2f}; "
+        f"{cell.name}: auto drafts {cell.arms[AUTO].depth:.2f}; "
         f"auto / best fixed ({cell.best}) = {cell.compare(cell.best)}, auto / off = {cell.compare(OFF)}; "
-        f"the policy takes {cell.runs[AUTO].policy:.1%}, all planning and booking {cell.runs[AUTO].control:.1%}"
+        f"the policy takes {cell.arms[AUTO].policy:.1%}, all planning and booking {cell.arms[AUTO].control:.1%}"
     )
 
 
@@ -307,7 +306,7 @@ def summary(cells: Sequence[Cell]) -> list[str]:
     lines = [describe(cell) for cell in cells]
     name, ratio = best_single(cells)
     lines.append(f"sweep, geometric mean: auto / best single fixed ({name}) = {ratio:.3f}")
-    for name in cells[0].runs:
+    for name in cells[0].arms:
         if name in BASELINES and name != OFF:
             lines.append(f"sweep, geometric mean: auto / {name} = {over_sweep(cells, name):.3f}")
     return lines + verdict(missed(cells))
@@ -321,7 +320,7 @@ def to_json(cells: Sequence[Cell], settings: dict[str, Any]) -> dict[str, Any]:
         "sweep": {
             "best_single": name,
             "auto_over_best_single": ratio,
-            "auto_over": {other: over_sweep(cells, other) for other in cells[0].runs if other != AUTO},
+            "auto_over": {other: over_sweep(cells, other) for other in cells[0].arms if other != AUTO},
         },
         "missed": missed(cells),
     }
@@ -336,13 +335,13 @@ def _cell_to_json(cell: Cell) -> dict[str, Any]:
         "depths": [
             {
                 "depth": name,
-                "decode_rate": run.rate,
-                "mean_depth": run.depth,
-                "control": run.control,
-                "policy": run.policy,
-                "explored": [asdict(sample) for sample in run.explored],
-                "compared": [asdict(sample) for sample in run.compared],
+                "decode_rate": arm.rate,
+                "mean_depth": arm.depth,
+                "control": arm.control,
+                "policy": arm.policy,
+                "explored": [asdict(sample) for sample in arm.explored],
+                "compared": [asdict(sample) for sample in arm.compared],
             }
-            for name, run in cell.runs.items()
+            for name, arm in cell.arms.items()
         ],
     }

@@ -12,6 +12,7 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline.bench.console import console
+from paceline.bench.ratio import median_ratio
 from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.engine import Engine, GenerationRequest
@@ -34,7 +35,7 @@ SCHEMA = {
 
 
 @dataclass(slots=True)
-class Cell:
+class GrammarTimes:
     """Milliseconds of a step, by round, without a grammar and with one."""
 
     depth: str
@@ -44,7 +45,7 @@ class Cell:
     @property
     def overhead(self) -> float:
         """Share that the grammar adds: median over rounds."""
-        return float(median(b / a - 1 for a, b in zip(self.plain, self.constrained, strict=True)))
+        return median_ratio(self.constrained, self.plain) - 1
 
 
 def measure(
@@ -54,19 +55,19 @@ def measure(
     streams: int,
     max_tokens: int,
     rounds: int,
-) -> list[Cell]:
+) -> list[GrammarTimes]:
     """The same number of streams and drafts with and without a grammar, in turns: only the masks differ."""
     grammar = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
-    cells = [Cell(name) for name in depths]
+    measured = [GrammarTimes(name) for name in depths]
     batch = [prompts[i % len(prompts)] for i in range(streams)]
     for number in track(range(-1, rounds), description="measuring"):
-        for cell in cells:
-            plain = _milliseconds(engine, batch, depths[cell.depth], None, max_tokens)
-            constrained = _milliseconds(engine, batch, depths[cell.depth], grammar, max_tokens)
+        for times in measured:
+            plain = _milliseconds(engine, batch, depths[times.depth], None, max_tokens)
+            constrained = _milliseconds(engine, batch, depths[times.depth], grammar, max_tokens)
             if number >= 0:
-                cell.plain.append(plain)
-                cell.constrained.append(constrained)
-    return cells
+                times.plain.append(plain)
+                times.constrained.append(constrained)
+    return measured
 
 
 def _milliseconds(
@@ -90,11 +91,11 @@ def _milliseconds(
     return float(median(times))
 
 
-def render(cells: list[Cell], title: str) -> None:
+def render(measured: list[GrammarTimes], title: str) -> None:
     table = Table(title=title)
     for name in ("depth", "step, ms", "with a grammar, ms", "overhead %"):
         table.add_column(name, justify="right")
-    for cell in cells:
-        row = f"{median(cell.plain):.2f}", f"{median(cell.constrained):.2f}", f"{100 * cell.overhead:.1f}"
-        table.add_row(cell.depth, *row)
+    for times in measured:
+        row = f"{median(times.plain):.2f}", f"{median(times.constrained):.2f}", f"{100 * times.overhead:.1f}"
+        table.add_row(times.depth, *row)
     console().print(table)

@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import kl_div, nll_loss
 
-from paceline.bench.acceptance import Cell, Interval, fill
+from paceline.bench.acceptance import Interval, Trial, fill
 from paceline.bench.console import console
 from paceline.core.params import Verification
 from paceline.engine.tokenizer import TransformersTokenizer
@@ -71,11 +71,11 @@ class AcceptanceLength:
 
     target: str
     draft: str
-    cell: Cell
+    trial: Trial
 
     @property
     def interval(self) -> Interval:
-        kept = self.cell.per_step()
+        kept = self.trial.per_step()
         return Interval(1 + kept.mean, 1 + kept.low, 1 + kept.high)
 
 
@@ -150,9 +150,9 @@ def measure_acceptance(
             )
         )
         # A second greedy completion would be the first again, and narrow the interval without telling anything.
-        for cell, times in ((Cell(Verification.GREEDY, 0.0), 1), (Cell(Verification.BLOCK, 1.0), samples)):
-            fill(cell, engine, prompts, depth, max_tokens, times)
-            found.append(AcceptanceLength(target_weights, draft_weights, cell))
+        for trial, times in ((Trial(Verification.GREEDY, 0.0), 1), (Trial(Verification.BLOCK, 1.0), samples)):
+            fill(trial, engine, prompts, depth, max_tokens, times)
+            found.append(AcceptanceLength(target_weights, draft_weights, trial))
     return found
 
 
@@ -176,9 +176,9 @@ def summary(accuracies: dict[str, list[Accuracy]], lengths: list[AcceptanceLengt
             {
                 "target": own.target,
                 "draft": own.draft,
-                "temperature": own.cell.temperature,
-                "rule": own.cell.rule,
-                "requests": len(own.cell.tallies),
+                "temperature": own.trial.temperature,
+                "rule": own.trial.rule,
+                "requests": len(own.trial.tallies),
                 "acceptance_length": own.interval.mean,
                 "low": own.interval.low,
                 "high": own.interval.high,
@@ -209,9 +209,9 @@ def render(accuracies: dict[str, list[Accuracy]], lengths: list[AcceptanceLength
     acceptance = Table(title=f"{title}: acceptance length, 95 % intervals over requests")
     for heading in ("temperature", "rule", "target", "draft", "requests", "acceptance length"):
         acceptance.add_column(heading, justify="right")
-    for own in sorted(lengths, key=lambda own: own.cell.temperature):
-        temperature, requests = str(own.cell.temperature), str(len(own.cell.tallies))
-        acceptance.add_row(temperature, own.cell.rule, own.target, own.draft, requests, str(own.interval))
+    for own in sorted(lengths, key=lambda own: own.trial.temperature):
+        temperature, requests = str(own.trial.temperature), str(len(own.trial.tallies))
+        acceptance.add_row(temperature, own.trial.rule, own.target, own.draft, requests, str(own.interval))
     out = console()
     out.print(accuracy)
     out.print(acceptance)

@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from paceline.bench.console import console
+from paceline.bench.ratio import median_ratio
 from paceline.core.params import SamplingParams, SequenceParams, SpeculationParams, Verification
 from paceline.core.plan import Admission
 from paceline.core.sequence import Sequence
@@ -62,7 +63,7 @@ class Cost:
     @property
     def reads(self) -> float:
         """Median over rounds of one over the other."""
-        return float(median(a / b for a, b in zip(self.verify, self.read, strict=True)))
+        return median_ratio(self.verify, self.read)
 
 
 @torch.inference_mode()

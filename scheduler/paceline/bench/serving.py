@@ -22,6 +22,7 @@ from rich.table import Table
 
 from paceline.bench.console import console
 from paceline.bench.prompts import encode
+from paceline.bench.ratio import median_ratio
 from paceline.bench.throughput import run
 from paceline.client import AsyncClient
 from paceline.core.method import Method
@@ -36,7 +37,7 @@ Prompts = Sequence[tuple[int, ...]]
 
 
 @dataclass(slots=True)
-class Cell:
+class ServingTimes:
     """Seconds of whole runs by round, of each way to serve the streams."""
 
     streams: int
@@ -45,8 +46,7 @@ class Cell:
 
     def ratio(self, way: str) -> float:
         """Median over rounds of the time offline over the time served: 1 if serving costs nothing."""
-        rounds = zip(self.seconds[OFFLINE], self.seconds[way], strict=True)
-        return float(median(offline / served for offline, served in rounds))
+        return median_ratio(self.seconds[OFFLINE], self.seconds[way])
 
 
 def measure(
@@ -56,7 +56,7 @@ def measure(
     depths: dict[str, SpeculationParams],
     max_tokens: int,
     rounds: int,
-) -> list[Cell]:
+) -> list[ServingTimes]:
     """Whole runs of greedy streams that all begin together. `build` is called in the thread that runs forwards."""
     return uvloop.run(_measure(build, prompts, sizes, depths, max_tokens, rounds))
 
@@ -68,7 +68,7 @@ async def _measure(
     depths: dict[str, SpeculationParams],
     max_tokens: int,
     rounds: int,
-) -> list[Cell]:
+) -> list[ServingTimes]:
     loop = asyncio.get_running_loop()
     # Before gRPC starts, whose threads do not like a fork.
     client = await asyncio.create_subprocess_exec(
@@ -85,13 +85,13 @@ async def _measure(
     server.open(served)
     assert client.stdin is not None
     client.stdin.write(f"127.0.0.1:{port}\n".encode())
-    cells = [Cell(size, name) for size in sizes for name in depths]
+    measured = [ServingTimes(size, name) for size in sizes for name in depths]
     try:
         for number in track(range(-1, rounds), description="measuring"):
-            for cell in cells:
-                streams = [encoded[i % len(encoded)] for i in range(cell.streams)]
-                for way, seconds in cell.seconds.items():
-                    bounds = depths[cell.depth]
+            for times in measured:
+                streams = [encoded[i % len(encoded)] for i in range(times.streams)]
+                for way, seconds in times.seconds.items():
+                    bounds = depths[times.depth]
                     if way == OFFLINE:
                         taken = await _offline(worker, engine, streams, max_tokens, bounds)
                     else:
@@ -103,7 +103,7 @@ async def _measure(
         client.terminate()
         await client.wait()
         await server.stop(0)
-    return cells
+    return measured
 
 
 async def _offline(
@@ -130,13 +130,13 @@ async def _over_grpc(
     return float(await client.stdout.readline())
 
 
-def render(cells: list[Cell], title: str) -> None:
+def render(measured: list[ServingTimes], title: str) -> None:
     table = Table(title=title)
     for name in ("streams", "depth", OFFLINE + " s", *(f"{way}, x {OFFLINE}" for way in LAGS)):
         table.add_column(name, justify="right")
-    for cell in cells:
-        ratios = (f"{cell.ratio(way):.3f}" for way in LAGS)
-        table.add_row(str(cell.streams), cell.depth, f"{median(cell.seconds[OFFLINE]):.2f}", *ratios)
+    for times in measured:
+        ratios = (f"{times.ratio(way):.3f}" for way in LAGS)
+        table.add_row(str(times.streams), times.depth, f"{median(times.seconds[OFFLINE]):.2f}", *ratios)
     console().print(table)
 
 

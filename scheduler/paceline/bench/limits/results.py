@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from paceline.bench.console import console
+from paceline.bench.ratio import median_ratio
 
 GIGA = 1e9
 
@@ -59,8 +60,7 @@ class Passes:
     @property
     def overhead(self) -> float:
         """Median over rounds of the time beyond that of the single passes, as a share of theirs."""
-        rounds = zip(self.single, self.together, strict=True)
-        return float(median(together / (self.depth * single) - 1 for single, together in rounds))
+        return median_ratio(self.together, self.single) / self.depth - 1
 
 
 @dataclass(frozen=True, slots=True)
