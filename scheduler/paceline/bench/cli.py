@@ -40,8 +40,13 @@ def check_temperature(value: float) -> float:
 
 Model = Annotated[str, typer.Option(help="Model directory, or demo.")]
 Draft = Annotated[str, typer.Option(help="Draft directory, demo, ngram or none.")]
+DraftModel = Annotated[str, typer.Option(help="Draft directory, or demo.")]
 Concurrency = Annotated[str, typer.Option(help="Streams at once, comma-separated.")]
+Streams = Annotated[int, typer.Option(min=1, help="Requests at once.")]
 Depth = Annotated[str, typer.Option(help="off, auto or fixed depths, comma-separated.")]
+FixedDepth = Annotated[int, typer.Option(min=1, help="Drafts of every step.")]
+StreamTokens = Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")]
+RequestTokens = Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Times that every cell is measured; medians are shown.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 Drafter = Annotated[
@@ -72,10 +77,8 @@ def throughput(
     concurrency: Concurrency = "1,4,16",
     depth: Depth = "off,2,4,auto",
     prompts: Annotated[Path | None, typer.Option(help='{"prompt": ...} or {"prompt_token_ids": [...]} a line.')] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")] = 96,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Times that every cell is measured, in turn; medians are shown.")
-    ] = 5,
+    max_tokens: StreamTokens = 96,
+    rounds: Rounds = 5,
     dtype: Dtype = "auto",
     temperature: Temperature = 0.0,
     json_out: JsonOut = None,
@@ -120,10 +123,10 @@ def sampling(
 @app.command(short_help="Drafts kept by each verification rule.")
 def acceptance(
     model: Model = "demo",
-    draft: Annotated[str, typer.Option(help="Draft directory, or demo.")] = "demo",
+    draft: DraftModel = "demo",
     temperatures: Annotated[str, typer.Option(help="Above 0, comma-separated.")] = "0.7,1.0",
-    depth: Annotated[int, typer.Option(min=1, help="Drafts of every step.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")] = 96,
+    depth: FixedDepth = 4,
+    max_tokens: RequestTokens = 96,
     samples: Annotated[int, typer.Option(min=1, help="Completions of every prompt under each rule.")] = 8,
 ) -> None:
     """Drafts kept by each verification rule, with 95 % intervals over requests."""
@@ -146,8 +149,8 @@ def grammar(
     model: Model = "demo",
     draft: Draft = "demo",
     depth: Depth = "off,4",
-    streams: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")] = 128,
+    streams: Streams = 16,
+    max_tokens: RequestTokens = 128,
     rounds: Rounds = 5,
     dtype: Dtype = "auto",
 ) -> None:
@@ -172,7 +175,7 @@ def depth(
         str, typer.Option("--depth", help="off, auto, other fixed depths and names of baselines, comma-separated.")
     ] = "off,1,2,3,4,5,6,7,8,auto",
     method: Drafter = "auto",
-    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")] = 96,
+    max_tokens: StreamTokens = 96,
     prompts_per_cell: Annotated[
         int, typer.Option(min=1, help="Streams of every repetition, at least; served in batches of the concurrency.")
     ] = 8,
@@ -304,8 +307,8 @@ def swing(
 def calibration(
     model: Model = "demo",
     draft: Annotated[str, typer.Option(help="Draft directory, demo or ngram.")] = "demo",
-    streams: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")] = 96,
+    streams: Streams = 16,
+    max_tokens: RequestTokens = 96,
     dtype: Dtype = "auto",
     temperature: Temperature = 0.0,
     json_out: JsonOut = None,
@@ -380,7 +383,7 @@ def serving(
     draft: Draft = "demo",
     concurrency: Concurrency = "1,16",
     depth: Depth = "off,4",
-    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")] = 96,
+    max_tokens: StreamTokens = 96,
     rounds: Rounds = 5,
     dtype: Dtype = "auto",
 ) -> None:
@@ -403,7 +406,7 @@ def backends(
     draft: Draft = "demo",
     concurrency: Concurrency = "1,16",
     depth: Depth = "off,4",
-    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")] = 64,
+    max_tokens: StreamTokens = 64,
     rounds: Rounds = 5,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of both.")] = "bfloat16",
 ) -> None:
@@ -437,7 +440,7 @@ def backends(
 @app.command(short_help="How near the kernels come to this machine's limits.")
 def limits(
     model: Model = "demo",
-    draft: Annotated[str, typer.Option(help="Draft directory, or demo.")] = "demo",
+    draft: DraftModel = "demo",
     rounds: Rounds = 5,
     dtype: Dtype = "auto",
     kv_cache_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for KV of each engine.")] = "256MiB",
@@ -460,9 +463,9 @@ def limits(
 @app.command(short_help="What int8 weights cost.")
 def quantization(
     model: Model = "demo",
-    draft: Annotated[str, typer.Option(help="Draft directory, or demo.")] = "demo",
-    depth: Annotated[int, typer.Option(min=1, help="Drafts of every step.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")] = 96,
+    draft: DraftModel = "demo",
+    depth: FixedDepth = 4,
+    max_tokens: RequestTokens = 96,
     samples: Annotated[int, typer.Option(min=1, help="Completions of every prompt at temperature 1.")] = 8,
     json_out: JsonOut = None,
 ) -> None:
