@@ -56,9 +56,9 @@ SECTIONS: dict[str, Callable[[Rig], dict[str, Any]]] = {
 
 
 def run(rig: Rig, names: list[str], json_out: Path | None) -> bool:
-    """Whether no section failed. The file has what is measured so far: a run may be cut off."""
+    """Run sections; whether none failed. The file has what is measured so far: a run may be cut off."""
     results: dict[str, Any] = {}
-    unwritten = False
+    is_written = True
     for name in names:
         began = time.perf_counter()
         rig.say(f"\n== {name}")
@@ -71,8 +71,8 @@ def run(rig: Rig, names: list[str], json_out: Path | None) -> bool:
             rig.discard()
         rig.say(f"{name}: {time.perf_counter() - began:.1f} s")
         if json_out is not None:
-            unwritten = not _is_written(rig, json_out, results)
-    return not unwritten and not any("error" in result for result in results.values())
+            is_written = _is_written(rig, json_out, results)
+    return is_written and not any("error" in result for result in results.values())
 
 
 def _is_written(rig: Rig, path: Path, results: dict[str, Any]) -> bool:
@@ -87,9 +87,9 @@ def _is_written(rig: Rig, path: Path, results: dict[str, Any]) -> bool:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python loadtest/gpu/bench.py", description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated (default all)")
-    parser.add_argument("--seconds-per", type=float, help="of each part of a section, about (default 10)")
-    parser.add_argument("--depths", help="auto, 0 and other fixed depths (default auto,0,1,2,3,5,8)")
-    parser.add_argument("--concurrency", help="of speculation (default 1,8,64,256)")
+    parser.add_argument("--seconds-per", type=float, help="of each part of a section, about (default 10; small: 0)")
+    parser.add_argument("--depths", help="auto, 0 and other fixed depths (default auto,0,1,2,3,5,8; small: auto,0,2,4)")
+    parser.add_argument("--concurrency", help="of speculation (default 1,8,64,256; small: 1,4)")
     parser.add_argument("--memory", type=float, help="share of the GPU's for the engine (default 0.6)")
     parser.add_argument("--pair", type=Path, help="directory of the widened checkpoints; made if there are none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")

@@ -20,14 +20,16 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
+from fixed import fixed_requests
 from footprint import MIB, Footprint, host_growth
-from offers import MAX_DEPTH, Offers, Tick, fixed, from_now, policies
+from offers import Offers, Tick, from_now, policies
 from pair import found_or_made
+from reader import Reader
 from remainders import remainders
 from rich.table import Table
+from size import SMALL, WHOLE, settings
 
 from paceline import demo
-from paceline.backend import choose_backend, choose_dtype
 from paceline.bench.console import console
 from paceline.core.method import Method
 from paceline.core.params import SchedulingParams, SpeculationParams
@@ -35,58 +37,17 @@ from paceline.core.plan import StepRunner
 from paceline.core.tenant_policy import ONE_SHARE
 from paceline.device import DEVICES, choose_gpu
 from paceline.engine import Engine, GenerationRequest, StepLoop
-from paceline.engine.delta import Output
 from paceline.engine.usage import TenantUsage
 from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from paceline.garbage import collect_rarely
-from paceline.kv_blocks import bytes_per_block
-from paceline.models import NativeDecoder, load_model_config
+from paceline.models import NativeDecoder
 from paceline.runner import ModelRunner
-from paceline.wiring import EngineSettings, build_engine
+from paceline.wiring import build_engine
 
 CHECK_EVERY = 32  # steps, between which the books are checked while there is work
 REPEATED = 4  # completions of the load that are computed again at each drain, where that is exact
 LATE = (DeadlineExceeded, Unavailable)  # refusals of what cannot be in time
 EXPECTED = (*LATE, ResourceExhausted)  # and of what is too much, when it is asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How large the engine is: so little KV that a third of the streams fill it, and long prompts that take several
-    steps.
-    """
-
-    max_num_seqs: int
-    max_model_len: int
-    max_num_batched_tokens: int
-    num_blocks: int
-    max_queued: int
-
-
-WHOLE = Size(max_num_seqs=64, max_model_len=1024, max_num_batched_tokens=512, num_blocks=256, max_queued=128)
-SMALL = Size(max_num_seqs=8, max_model_len=256, max_num_batched_tokens=64, num_blocks=24, max_queued=24)
-
-
-@dataclass(slots=True)
-class Reader:
-    """One completion as its client sees it."""
-
-    request: GenerationRequest
-    token_ids: list[int] = field(default_factory=list)
-    has_prompt_logprobs: bool = False
-
-    def read(self, output: Output) -> None:
-        """Deltas have to fit together."""
-        wanted = self.request.logprobs
-        assert output.token_offset == len(self.token_ids), (output.token_offset, len(self.token_ids))
-        assert len(output.logprobs) == (0 if wanted.completion is None else len(output.token_ids)), output
-        self.token_ids.extend(output.token_ids)
-        most = self.request.stop.max_tokens
-        assert most is None or len(self.token_ids) <= most, (len(self.token_ids), most)
-        assert not (output.prompt_logprobs and self.has_prompt_logprobs), "logprobs of the prompt come once"
-        self.has_prompt_logprobs |= bool(output.prompt_logprobs)
-        if output.finish is not None:
-            assert self.has_prompt_logprobs == (wanted.prompt is not None and output.choice == 0), output
 
 
 @dataclass(slots=True)
@@ -122,7 +83,7 @@ class RandomLoad:
         self._done: list[Reader] = []  # the last ones that could be computed again
         methods = [method for method in Method if method in engine.methods]
         longest = engine.scheduler.config.max_model_len
-        self._fixed = fixed(engine.vocab_size, longest, methods, grammars=engine.grammars is not None)
+        self._fixed = fixed_requests(engine.vocab_size, longest, methods, grammars=engine.grammars is not None)
         self._expected: dict[str, list[int]] = {}
         self._footprints: list[Footprint] = []
         self._began = time.perf_counter()
@@ -316,28 +277,6 @@ class RandomLoad:
 def _is_certain(request: GenerationRequest) -> bool:
     """The request alone determines its tokens."""
     return request.n == 1 and (request.sampling.greedy or request.sampling.seed is not None)
-
-
-def settings(size: Size, pair: tuple[Path, Path], device: str, memory: float, backend: str = "auto") -> EngineSettings:
-    """The settings of an engine with just so many blocks."""
-    wanted = EngineSettings(
-        model=str(pair[0]),
-        draft=str(pair[1]),
-        device=device,
-        backend=backend,
-        gpu_memory_utilization=memory,
-        max_num_seqs=size.max_num_seqs,
-        max_model_len=size.max_model_len,
-        max_num_batched_tokens=size.max_num_batched_tokens,
-        max_depth=MAX_DEPTH,
-        max_queued=size.max_queued,
-    )
-    gpu = choose_gpu(device)
-    chosen = choose_backend(wanted, gpu)
-    target, draft = map(load_model_config, pair)
-    dtype = choose_dtype(wanted.dtype, gpu, chosen)
-    per_block = bytes_per_block(wanted.block_size, target, draft, dtype, chosen)
-    return replace(wanted, kv_cache_memory=size.num_blocks * per_block)
 
 
 def _arguments() -> argparse.Namespace:

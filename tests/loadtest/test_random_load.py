@@ -29,7 +29,9 @@ sys.path.append(str(Path(__file__).parents[2] / "loadtest" / "gpu"))  # last: it
 import random_load
 from footprint import MIB, MOST_HOST_GROWTH, MOST_MORE, Footprint, host_growth
 from offers import Offers
-from random_load import RandomLoad, Reader
+from random_load import RandomLoad
+from reader import Reader
+from size import Size, settings
 
 MAX_LEN = 96
 
@@ -40,11 +42,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def build(pair: tuple[Path, Path], backend: str) -> Engine:
-    size = random_load.Size(
-        max_num_seqs=4, max_model_len=MAX_LEN, max_num_batched_tokens=32, num_blocks=8, max_queued=12
-    )
-    settings = random_load.settings(size, pair, "cpu", 0.4, backend)
-    return build_engine(settings)
+    size = Size(max_num_seqs=4, max_model_len=MAX_LEN, max_num_batched_tokens=32, num_blocks=8, max_queued=12)
+    return build_engine(settings(size, pair, "cpu", 0.4, backend))
 
 
 @pytest.fixture
