@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from paceline import demo
+from paceline.core.adaptive_depth import MAX_DEPTH
 from paceline.core.grammar import GrammarKind, GrammarSpec
 from paceline.core.method import Method
 from paceline.core.params import (
@@ -31,7 +32,6 @@ BURST = 0.004  # how probable at a step: many come at once
 DESERTION = 0.002  # likewise: all that there are are aborted
 ABORTED = 0.15  # of as many as come
 NUM_PREFIXES = 6
-MAX_DEPTH = 8
 # A few, so that what is kept of compiled ones stays as it is.
 GRAMMARS = (
     GrammarSpec(GrammarKind.REGEX, r"[a-z]{1,12}( [a-z]{1,12}){0,20}"),

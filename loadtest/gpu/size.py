@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offers import MAX_DEPTH
-
 from paceline.backend import choose_backend, choose_dtype
+from paceline.core.adaptive_depth import MAX_DEPTH
 from paceline.device import choose_gpu
 from paceline.kv_blocks import bytes_per_block
 from paceline.models import load_model_config

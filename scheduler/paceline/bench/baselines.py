@@ -9,11 +9,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.core.adaptive_depth import MAX_DEPTH
 from paceline.core.depth import Chosen, DepthCandidate, Outcome, StepLoad, within_bounds
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 
 START = 4
-MAX_DEPTH = 8
 
 
 class _PerRequest(DepthPolicy):

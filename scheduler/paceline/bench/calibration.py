@@ -18,7 +18,7 @@ from paceline.core.params import SamplingParams, SpeculationParams, Verification
 from paceline.engine import Engine
 from paceline.whole_file import result_file
 
-LARGEST_GAP = 0.03
+MOST_GAP = 0.03  # between what was predicted and what was observed
 MIN_COUNT = 200  # drafts that a position needs before its gap counts
 
 Calibrations: TypeAlias = dict[tuple[Method, Verification], Calibration]
@@ -41,9 +41,9 @@ def missed(calibrations: Calibrations) -> list[str]:
     """Each drafter with a gap that is too large, in words."""
     gaps = {key: calibration.largest_gap(MIN_COUNT) for key, calibration in calibrations.items()}
     return [
-        f"{_name(*key)}: a gap of {gap:.3f} at a position with {MIN_COUNT} drafts or more, above {LARGEST_GAP}"
+        f"{_name(*key)}: a gap of {gap:.3f} at a position with {MIN_COUNT} drafts or more, above {MOST_GAP}"
         for key, gap in gaps.items()
-        if gap > LARGEST_GAP
+        if gap > MOST_GAP
     ]
 
 
@@ -59,7 +59,7 @@ def render(calibrations: Calibrations, title: str) -> None:
     for key, calibration in calibrations.items():
         for position, reached in enumerate(calibration.by_position(), 1):
             rates = f"{reached.predicted:.3f}", f"{reached.observed:.3f}", f"{reached.gap:+.3f}"
-            wrong = reached.drafts >= MIN_COUNT and abs(reached.gap) > LARGEST_GAP
+            wrong = reached.drafts >= MIN_COUNT and abs(reached.gap) > MOST_GAP
             table.add_row(_name(*key), str(position), str(reached.drafts), *rates, "!" if wrong else "")
         table.add_section()
     out.print(table)

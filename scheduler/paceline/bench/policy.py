@@ -16,18 +16,17 @@ from paceline.bench.baselines import BASELINES
 from paceline.bench.console import console
 from paceline.bench.number_lists import parse_numbers
 from paceline.core.acceptance import AcceptanceModel
-from paceline.core.adaptive_depth import AdaptiveDepth
+from paceline.core.adaptive_depth import MAX_DEPTH, AdaptiveDepth
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.sim.control import Population, best_stationary, roofline, simulate_control
 from paceline.whole_file import result_file
 
 TARGET_PASS = 0.020  # seconds; only ratios of rates are shown
-HIGHEST = 8
-LARGEST_RATIO = 1000
-ADAPTIVE = "adaptive"
-SMALLEST_SHARE = 0.97  # of the best rate, that the adaptive rule has to earn in the long run
-LARGEST_REGRET = 0.02  # of the rate without speculation, that it may lose while it learns
+MOST_RATIO = 1000  # of a draft pass over a target pass
+ADAPTIVE = "adaptive"  # the rule that `auto` is in an engine
+LEAST_OF_BEST = 0.97  # of the best rate, that the adaptive rule has to earn in the long run
+MOST_REGRET = 0.02  # of the rate without speculation, that it may lose while it learns
 
 Rates = tuple[float, ...]
 
@@ -41,8 +40,8 @@ def parse_rates(text: str) -> list[Rates]:
 
 def parse_ratios(text: str) -> list[float]:
     """ "0.02,0.1" -> [0.02, 0.1]. Raises InvalidArgument."""
-    allowed = f"numbers above 0, at most {LARGEST_RATIO}, separated by commas"
-    return parse_numbers("ratio", text, lambda ratio: 0 < ratio <= LARGEST_RATIO, allowed)
+    allowed = f"numbers above 0, at most {MOST_RATIO}, separated by commas"
+    return parse_numbers("ratio", text, lambda ratio: 0 < ratio <= MOST_RATIO, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ def unpriced(start: Callable[[], DepthPolicy]) -> Callable[[CostModel], DepthPol
 
 # What makes each policy anew, from the prices that it may ask.
 POLICIES: dict[str, Callable[[CostModel], DepthPolicy]] = {
-    ADAPTIVE: lambda known: AdaptiveDepth(known, max_depth=HIGHEST),
+    ADAPTIVE: lambda known: AdaptiveDepth(known, max_depth=MAX_DEPTH),
     "fixed-4": unpriced(lambda: FixedDepth(4)),
     **{name: unpriced(start) for name, start in BASELINES.items()},
 }
@@ -137,7 +136,7 @@ def measure(
 def _measure_cell(
     acceptance: Rates, size: int, ratio: float, free_rows: int, steps: int, tokens: int | None, seed: int
 ) -> Cell:
-    population = Population(size, tuple((rate,) * HIGHEST for rate in acceptance), tokens)
+    population = Population(size, tuple((rate,) * MAX_DEPTH for rate in acceptance), tokens)
     costs = roofline(TARGET_PASS, free_rows, ratio)
     best = best_stationary(population.survivals(), costs)
     off_rate = size / costs.target(size, 0, size)
@@ -157,7 +156,7 @@ def missed(cells: list[Cell]) -> list[Cell]:
     return [
         cell
         for cell in cells
-        if cell.scores[ADAPTIVE].share < SMALLEST_SHARE or cell.scores[ADAPTIVE].regret > LARGEST_REGRET
+        if cell.scores[ADAPTIVE].share < LEAST_OF_BEST or cell.scores[ADAPTIVE].regret > MOST_REGRET
     ]
 
 
@@ -184,7 +183,7 @@ def _by_policy(cells: list[Cell], title: str) -> Table:
 
 
 def _misses(cells: list[Cell]) -> Table:
-    bounds = f"below {_percent(SMALLEST_SHARE)} % of best or over {_percent(LARGEST_REGRET)} % lost to off"
+    bounds = f"below {_percent(LEAST_OF_BEST)} % of best or over {_percent(MOST_REGRET)} % lost to off"
     table = Table(title=f"{ADAPTIVE}: {bounds}")
     for name in ("cell", "of best %", "lost to off %", "depth", "best depth"):
         table.add_column(name, justify="right")
