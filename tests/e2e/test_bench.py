@@ -303,6 +303,8 @@ def test_the_command_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["acceptance", "--temperatures", "0"], "temperatures = '0': must be finite numbers above 0"),
         (["acceptance", "--temperatures", "1,x"], "temperatures = '1,x': must be finite numbers above 0"),
         (["acceptance", "--depth", "99"], "depth = 99: must be at most 8"),
+        (["acceptance", "--max-tokens", "2"], "Invalid value for '--max-tokens'"),
+        (["quantization", "--max-tokens", "2"], "Invalid value for '--max-tokens'"),
         (["quantization", "--depth", "99"], "depth = 99: must be at most 8"),
         (["grammar", "--depth", "auto,99"], "depth = 99: must be at most 8"),
         (["throughput", "--depth", "99"], "depth = 99: must be at most 8"),

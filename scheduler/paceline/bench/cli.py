@@ -47,6 +47,7 @@ Depth = Annotated[str, typer.Option(help="off, auto or fixed depths, comma-separ
 FixedDepth = Annotated[int, typer.Option(min=1, help="Drafts of every step.")]
 StreamTokens = Annotated[int, typer.Option(min=2, help="Completion tokens of every stream.")]
 RequestTokens = Annotated[int, typer.Option(min=2, help="Completion tokens of every request.")]
+DraftedTokens = Annotated[int, typer.Option(min=3, help="Completion tokens of every request; of 2 none is drafted.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Times that every cell is measured; medians are shown.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 Drafter = Annotated[
@@ -126,7 +127,7 @@ def acceptance(
     draft: DraftModel = "demo",
     temperatures: Annotated[str, typer.Option(help="Above 0, comma-separated.")] = "0.7,1.0",
     depth: FixedDepth = 4,
-    max_tokens: RequestTokens = 96,
+    max_tokens: DraftedTokens = 96,
     samples: Annotated[int, typer.Option(min=1, help="Completions of every prompt under each rule.")] = 8,
 ) -> None:
     """Drafts kept by each verification rule, with 95 % intervals over requests."""
@@ -155,6 +156,7 @@ def grammar(
     dtype: Dtype = "auto",
 ) -> None:
     """What a JSON schema adds to the time of a step, against the same streams without one."""
+    from paceline.bench.console import num_streams
     from paceline.bench.depths import parse_depths
     from paceline.bench.grammar import measure, render
     from paceline.wiring import EngineSettings, build_engine
@@ -163,7 +165,7 @@ def grammar(
     depths = parse_depths(depth)
     engine = build_engine(EngineSettings(model=model, draft=draft, dtype=dtype, prefix_cache="off"))
     cells = measure(engine, load_prompts(None), depths, streams, max_tokens, rounds)
-    render(cells, title=f"{model} with draft {draft}, {streams} streams")
+    render(cells, title=f"{model} with draft {draft}, {num_streams(streams)}")
 
 
 @app.command(short_help="auto against fixed depths and other rules.")
@@ -465,7 +467,7 @@ def quantization(
     model: Model = "demo",
     draft: DraftModel = "demo",
     depth: FixedDepth = 4,
-    max_tokens: RequestTokens = 96,
+    max_tokens: DraftedTokens = 96,
     samples: Annotated[int, typer.Option(min=1, help="Completions of every prompt at temperature 1.")] = 8,
     json_out: JsonOut = None,
 ) -> None:
