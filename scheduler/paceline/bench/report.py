@@ -1,4 +1,4 @@
-"""The table a person reads, and the JSON a program does."""
+"""Throughput, as the table that a person reads and the JSON that a program does."""
 
 from __future__ import annotations
 
