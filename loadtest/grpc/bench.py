@@ -25,7 +25,7 @@ import typer
 from http2 import Connection
 from rich.console import Console
 from rich.table import Table
-from workload import STEP_SECONDS
+from servers import STEP_SECONDS
 
 from paceline.v1 import generation_pb2 as pb
 

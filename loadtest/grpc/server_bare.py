@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import uvloop
-from workload import STEP_SECONDS, TOKEN, answer_stdin
+from servers import STEP_SECONDS, TOKEN, answer_stdin
 
 from paceline.server.app import OPTIONS
 from paceline.v1 import generation_pb2 as pb

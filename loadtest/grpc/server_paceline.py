@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 import uvloop
-from workload import TOKEN, answer_stdin
+from servers import TOKEN, answer_stdin
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.depth_policy import FixedDepth
