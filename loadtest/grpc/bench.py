@@ -14,7 +14,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,14 +129,13 @@ def measure_rate(server: Server, many: bool, seconds: float) -> Rate:
     connection.close()
     if connection.ended:
         raise ConnectionError(f"{len(connection.ended)} streams ended early")
-    gaps = sorted(connection.gaps)
     tokens = after["tokens"] - before["tokens"]
     return Rate(
         messages / elapsed,
         tokens / elapsed,
         1e6 * cpu / (tokens if many else messages),
         1e6 * (after["engine_seconds"] - before["engine_seconds"]) / tokens,
-        gaps[int(0.99 * len(gaps))] / STEP_SECONDS,
+        _p99(connection.gaps),
     )
 
 
@@ -221,8 +220,12 @@ def measure_siblings() -> list[tuple[float, float]]:
 def _p99_gap(connection: Connection) -> float:
     connection.gaps.clear()
     connection.read(STOPPED_SECONDS)
-    gaps = sorted(connection.gaps)
-    return gaps[int(0.99 * len(gaps))] / STEP_SECONDS
+    return _p99(connection.gaps)
+
+
+def _p99(gaps: Sequence[float]) -> float:
+    """In steps."""
+    return sorted(gaps)[int(0.99 * len(gaps))] / STEP_SECONDS
 
 
 @dataclass(frozen=True)
@@ -271,7 +274,7 @@ def rows_of(
     return rows
 
 
-def _range(values: Any, form: str = ".1f") -> str:
+def _range(values: Iterable[float], form: str = ".1f") -> str:
     return " ".join(format(value, form) for value in values)
 
 
