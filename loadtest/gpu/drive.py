@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.bench.depths import AUTO, OFF
+from paceline.bench.depth_names import AUTO, OFF
 from paceline.bench.turns import Stream, check_room
 from paceline.core.method import Method
 from paceline.core.params import SpeculationParams, StopParams

@@ -12,7 +12,7 @@ from drive import Window, serve
 from rig import GREEDY, Rig
 
 from paceline.bench.depth import workload
-from paceline.bench.depths import AUTO, OFF
+from paceline.bench.depth_names import AUTO, OFF
 from paceline.bench.limits.work import streamed_bytes
 from paceline.bench.ratio import median_ratio
 from paceline.bench.setting import Setting, parse_settings, steered

@@ -27,7 +27,7 @@ from paceline.bench import (
     serving,
     swing,
 )
-from paceline.bench.depths import parse_depths
+from paceline.bench.depth_names import parse_depths
 from paceline.bench.limits import measuring, memory
 from paceline.bench.limits.results import Figure, Memory, Passes
 from paceline.bench.limits.work import prefill_operations, streamed_bytes

@@ -1,8 +1,8 @@
 """Benchmarks of the engine against itself: ratios from one run, on one machine.
 
-Settings that are compared share one engine, for its weights, its KV and what memory is to both; some take turns by
-steps. So they cannot be arguments of constructors: parts of a live engine are replaced while a setting has its turn,
-and put back behind it. All that is done in these places:
+Settings that are compared share one engine, with its weights, its KV and the prompts in it, and take turns, some of
+them by steps. So they cannot be arguments of constructors: parts of a live engine are replaced while a setting has its
+turn, and put back behind it. These are all places where that is done:
 
     scheduler.speculation               setting.steered, for a turn
     scheduler.running, .tenants         turns.Track.taken, for a turn

@@ -85,7 +85,7 @@ def throughput(
     json_out: JsonOut = None,
 ) -> None:
     """Throughput of the offline engine by concurrency and depth, decode alone and whole run, as ratios to depth off."""
-    from paceline.bench.depths import parse_depths
+    from paceline.bench.depth_names import parse_depths
     from paceline.bench.number_lists import parse_sizes
     from paceline.bench.report import render, to_json
     from paceline.bench.throughput import measure
@@ -132,7 +132,7 @@ def acceptance(
 ) -> None:
     """Drafts kept by each verification rule, with 95 % intervals over requests."""
     from paceline.bench.acceptance import measure, parse_temperatures, render
-    from paceline.bench.depths import check_depth
+    from paceline.bench.depth_names import check_depth
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
 
@@ -157,7 +157,7 @@ def grammar(
 ) -> None:
     """What a JSON schema adds to the time of a step, against the same streams without one."""
     from paceline.bench.console import num_streams
-    from paceline.bench.depths import parse_depths
+    from paceline.bench.depth_names import parse_depths
     from paceline.bench.grammar import measure, render
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
@@ -390,7 +390,7 @@ def serving(
     dtype: Dtype = "auto",
 ) -> None:
     """Streams over gRPC, to a client on the same cores, as a ratio to the same streams offline."""
-    from paceline.bench.depths import parse_depths
+    from paceline.bench.depth_names import parse_depths
     from paceline.bench.number_lists import parse_sizes
     from paceline.bench.serving import measure, render
     from paceline.wiring import EngineSettings, build_engine
@@ -414,7 +414,7 @@ def backends(
 ) -> None:
     """Speed of the native backend, as a ratio to torch's."""
     from paceline.bench.backends import measure, render
-    from paceline.bench.depths import parse_depths
+    from paceline.bench.depth_names import parse_depths
     from paceline.bench.number_lists import parse_sizes
     from paceline.wiring import EngineSettings, build_engine
     from paceline_loadtest.prompts import load_prompts
@@ -473,7 +473,7 @@ def quantization(
 ) -> None:
     """What int8 weights cost: perplexity of held-out text, and drafts kept."""
     from paceline import demo
-    from paceline.bench.depths import check_depth
+    from paceline.bench.depth_names import check_depth
     from paceline.bench.quantization import encode, measure_acceptance, measure_accuracy, render, summary
     from paceline_loadtest.prompts import load_prompts
 

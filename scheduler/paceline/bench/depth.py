@@ -21,7 +21,7 @@ from rich.table import Table
 
 from paceline.bench.baselines import BASELINES
 from paceline.bench.console import console, num_streams, verdict
-from paceline.bench.depths import AUTO, OFF
+from paceline.bench.depth_names import AUTO, OFF
 from paceline.bench.prompts import encode
 from paceline.bench.ratio import median_ratio
 from paceline.bench.setting import Setting

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.bench import trim
 from paceline.bench.baselines import BASELINES
-from paceline.bench.depths import AUTO, OFF, check_depth
+from paceline.bench.depth_names import AUTO, OFF, check_depth
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.cost_model import CostModel
 from paceline.core.depth_policy import DepthPolicy, FixedDepth

@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline.bench.console import console, num_streams, verdict
-from paceline.bench.depths import AUTO
+from paceline.bench.depth_names import AUTO
 from paceline.bench.setting import Setting
 from paceline.bench.turns import Track, check_room
 from paceline.core.params import SamplingParams, StopParams

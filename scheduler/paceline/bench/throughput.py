@@ -10,7 +10,7 @@ from statistics import median
 
 from rich.progress import track
 
-from paceline.bench.depths import OFF
+from paceline.bench.depth_names import OFF
 from paceline.bench.prompts import encode
 from paceline.core.params import SamplingParams, SpeculationParams, StopParams
 from paceline.core.request import RequestStats
