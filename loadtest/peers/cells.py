@@ -11,7 +11,7 @@ from engines import AUTO, OFF, OURS
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement of one cell: the same streams twice, once for their first token only.
+    """One measurement of one cell: the same streams twice, once for their first token only, which takes less time.
 
     Attributes:
         prefill_seconds: the time with max_tokens 1.
@@ -27,7 +27,7 @@ class Sample:
     def decode_rate(self) -> float:
         """Tokens per second of decode alone."""
         tokens = sum(map(len, self.token_ids)) - len(self.token_ids)
-        return tokens / max(1e-9, self.seconds - self.prefill_seconds)
+        return tokens / (self.seconds - self.prefill_seconds)
 
     @property
     def rate(self) -> float:

@@ -25,6 +25,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from worker import WorkerFailed
 
+from paceline.bench.console import num_streams
 from paceline_loadtest.prompts import load_prompts
 
 WARM_TOKENS = 8
@@ -74,13 +75,16 @@ def _measure_once(engine: Engine, load: Load, prompts: list[list[int]], max_toke
     engine.run(load, prompts, min(WARM_TOKENS, max_tokens))
     prefill_seconds, _ = engine.run(load, prompts, 1)
     seconds, token_ids = engine.run(load, prompts, max_tokens)
+    if seconds <= prefill_seconds:
+        raise WorkerFailed(f"no time is left for decode: {seconds:.3f} s, first tokens {prefill_seconds:.3f} s")
     return Sample(prefill_seconds, seconds, token_ids)
 
 
 def _report_turn(number: int, cell: Cell) -> None:
     result = cell.error or f"{cell.samples[-1].decode_rate:.1f} tok/s"
     print(
-        f"round {number + 1}: {cell.engine}, depth {cell.depth}, {cell.concurrency} streams: {result}", file=sys.stderr
+        f"round {number + 1}: {cell.engine}, depth {cell.depth}, {num_streams(cell.concurrency)}: {result}",
+        file=sys.stderr,
     )
 
 

@@ -12,6 +12,8 @@ from protocol import THREADS
 from rich.console import Console
 from rich.table import Table
 
+from paceline.bench.console import num_streams
+
 
 def print_tables(console: Console, cells: Sequence[Cell], bandwidths: Sequence[float]) -> None:
     console.print(f"memory read bandwidth: {median(bandwidths) / 1e9:.1f} GB/s, {THREADS} threads")
@@ -26,7 +28,7 @@ def print_tables(console: Console, cells: Sequence[Cell], bandwidths: Sequence[f
 
 def _cells_table(cells: Sequence[Cell], concurrency: int) -> Table:
     """The cells of one concurrency; in bold, each engine's best depth of 1 or more."""
-    table = Table(title=f"{concurrency} streams")
+    table = Table(title=num_streams(concurrency))
     for heading in ("engine", "depth", "decode tok/s", "prefill s", "whole tok/s", "same text"):
         table.add_column(heading, justify="left" if heading == "engine" else "right")
     shown = sorted((cell for cell in cells if cell.concurrency == concurrency), key=lambda cell: cell.engine != OURS)

@@ -28,7 +28,7 @@ from worker import Worker, WorkerFailed
 # Each stream repeats the last token of its prompt. The first argument is a log of the loads, the second lists
 # [depth, streams] of runs that fail.
 SCRIPTED = """
-import json, os, sys
+import json, os, sys, time
 import protocol
 
 class Scripted:
@@ -42,6 +42,7 @@ class Scripted:
     def run(self, prompts, max_tokens):
         if [self.depth, len(prompts)] in json.loads(sys.argv[2]):
             sys.exit("out of memory")
+        time.sleep(1e-3 * max_tokens)
         return [prompt[-1:] * max_tokens for prompt in prompts]
 
 protocol.serve(Scripted())
@@ -124,6 +125,13 @@ def test_an_engine_that_stops_early_is_a_failure(scripted: Any, monkeypatch: pyt
     monkeypatch.setattr(Worker, "ask", lambda *_: {"engine": "", "seconds": 1.0, "token_ids": [[5, 5]]})
     with pytest.raises(WorkerFailed, match="not 3 tokens for each of 1 prompts"):
         engine.run(LOAD, [[1]], 3)
+
+
+def test_a_run_no_longer_than_its_first_tokens_tells_nothing(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted("slow at first")
+    monkeypatch.setattr(engine, "run", lambda load, prompts, max_tokens: (1.0, [[7] * max_tokens for _ in prompts]))
+    with pytest.raises(WorkerFailed, match=r"^no time is left for decode: 1\.000 s, first tokens 1\.000 s$"):
+        compare._measure_once(engine, LOAD, [[1]], 3)
 
 
 def test_a_model_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

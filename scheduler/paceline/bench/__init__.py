@@ -5,7 +5,7 @@ them by steps. So they cannot be arguments of constructors: parts of a live engi
 turn, and put back behind it. These are all places where that is done:
 
     scheduler.speculation               setting.steered, for a turn
-    scheduler.running, .tenants         turns.Track.taken, for a turn
+    scheduler.batch                     turns.Track.taken, for a turn
     policy of a setting's control       turns.Lane, timed, for a step
     engine.plan, .finish                turns.stopwatch, timed, while a batch is served
     engine.runner                       acceptance.recording, which tallies, for a trial
