@@ -96,9 +96,7 @@ def _first_reaching(probs: Tensor, share: Tensor) -> Tensor:
 
 def softmax_(logits: Tensor, temperature: Tensor) -> None:
     """Mutates logits [rows, vocab] into probabilities at temperature [rows]."""
-    x = _scaled(logits, temperature)
-    empty = x.amax(-1, keepdim=True) == -torch.inf
-    logits.copy_(x.softmax(-1).masked_fill(empty, 0))
+    logits.copy_(_scaled(logits, temperature).softmax(-1).nan_to_num(0))
 
 
 def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def softmax_(logits: Tensor, temperature: Tensor) -> None:
     """Turn logits into probabilities, softmax(logits / temperature).
 
     Mutates logits [rows, vocab]; temperature [rows] float32, > 0; 1e-30 is allowed. -inf becomes exactly 0, and a row
-    of nothing else becomes all 0.
+    without a number above it becomes all 0.
     """
     _rows(logits).softmax_(logits, temperature)
 

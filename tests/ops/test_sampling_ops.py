@@ -493,6 +493,8 @@ def test_not_a_number_gives_ids_in_range(backend: ModuleType) -> None:
         backend.draw(logits, torch.tensor([0.0, 0.9], dtype=torch.float64)),
     ):
         assert bool(((ids >= 0) & (ids < 100)).all())
+    backend.softmax_(logits, warmth)
+    assert bool((logits == 0).all())
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 import paceline_kernels as ops
+import paceline_kernels.reference_sampling as reference
 from paceline.core.params import Constraints, Verification
 from paceline.runner.drafter import Draft
 from paceline.runner.noise import RejectionNoise, Stream, Uniform
@@ -395,8 +397,9 @@ def emit(verification: Verification, probs: Tensor | None, seed: int = 0) -> lis
     rng = np.random.default_rng(seed)
     tokens = [[1, 2]] * DRAWS
     if probs is not None:
-        columns = [rng.choice(4, DRAWS, p=row / row.sum()) for row in probs.double().numpy()]
-        tokens = np.stack(columns, axis=1).tolist()
+        # Of a row without any, `ops.draw` takes the first.
+        rows = [row / row.sum() if row.any() else np.eye(4)[0] for row in probs.double().numpy()]
+        tokens = np.stack([rng.choice(4, DRAWS, p=row) for row in rows], axis=1).tolist()
     sequence = make_sequence(verification=verification)
     runs = [Run(Positions(sequence, ids), Draft(ids, probs)) for ids in tokens]
     verdicts = Verifier(seed, CPU).verify(P.log().repeat(DRAWS, 1), runs)
@@ -422,6 +425,21 @@ def pvalue(runs: list[list[int]], length: int) -> float:
 @pytest.mark.parametrize("verification", DRAWN)
 def test_emitted_runs_follow_the_target(verification: Verification, probs: Tensor | None) -> None:
     assert pvalue(emit(verification, probs), length=3) > 0.001
+
+
+@pytest.mark.parametrize("broken", [[0], [1], [0, 1]], ids=["first", "second", "both"])
+@pytest.mark.parametrize("verification", DRAWN)
+@pytest.mark.parametrize("backend", [pytest.param(ops.sampling, id="fastest"), pytest.param(reference, id="reference")])
+def test_a_draft_model_whose_logits_are_no_numbers_biases_nothing(
+    backend: ModuleType, verification: Verification, broken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it draws there is nothing that its row of q has any probability for."""
+    for name in ("softmax_", "draw", "residual", "residual_mass", "overlap"):
+        monkeypatch.setattr(ops, name, getattr(backend, name))
+    logits = Q.log()
+    logits[broken] = torch.nan
+    ops.softmax_(logits, torch.ones(2))
+    assert pvalue(emit(verification, logits), length=3) > 0.001
 
 
 @pytest.mark.parametrize("probs", [Q, None], ids=["drawn", "one-hot"])

@@ -389,17 +389,18 @@ void truncate_row(float* row, int64_t vocab, const Limits& limits, Selection& se
 
 void softmax_row(float* row, int64_t vocab, float temperature) {
     const Scale scale(highest_of(row, vocab), temperature);
-    if (scale.highest == -INF) {
-        std::fill_n(row, vocab, 0.0f);
-        return;
-    }
     Sum sum;
     for (int64_t v = 0; v < vocab; v += LANES) {
         const Floats weights = exp(scale(load(row + v, vocab - v, -INF)));
         sum.add(weights);
         store(row + v, weights, vocab - v);
     }
-    const float inverse = (float)(1 / sum.total());
+    const double total = sum.total();
+    if (!(total >= 1)) {  // the largest weight is 1, unless the row is no distribution
+        std::fill_n(row, vocab, 0.0f);
+        return;
+    }
+    const float inverse = (float)(1 / total);
     for (int64_t v = 0; v < vocab; v += LANES)
         store(row + v, load(row + v, vocab - v, 0) * inverse, vocab - v);
 }

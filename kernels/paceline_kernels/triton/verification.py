@@ -458,7 +458,8 @@ def _decide(
                         accepted = tl.where(kept, j + 1, accepted)
                         weight = tl.where(kept, running, weight)
                     else:
-                        kept = (accepted == j) & (u * q_x.to(tl.float64) < p_x.to(tl.float64))
+                        # What was drawn has q above 0, unless the draft's logits were no numbers.
+                        kept = (accepted == j) & (q_x > 0) & (u * q_x.to(tl.float64) < p_x.to(tl.float64))
                         accepted += kept.to(tl.int32)
                         if drawn == 0:
                             tl.store(label + j, p_x.to(tl.int32, bitcast=True))

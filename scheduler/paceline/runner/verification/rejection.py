@@ -146,7 +146,8 @@ class Comparison:
 def token_wise(drafts: Comparison, u: Tensor) -> Ruling:
     """Needs q."""
     assert drafts.q is not None
-    accepted = _until_first_failure((u * drafts.q_x < drafts.p_x) & drafts.real)
+    # What was drawn has q above 0, unless the draft's logits were no numbers.
+    accepted = _until_first_failure((u * drafts.q_x < drafts.p_x) & (drafts.q_x > 0) & drafts.real)
     labels = torch.zeros_like(drafts.p_x)
     columns = torch.arange(drafts.real.shape[1], device=u.device)
     rows = drafts.p_rows(columns)[drafts.real], drafts.q_rows(columns)[drafts.real]
