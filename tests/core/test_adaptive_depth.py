@@ -91,7 +91,7 @@ def candidate(
 
 def changed(candidate: DepthCandidate, **changes: object) -> DepthCandidate:
     """Another candidate, which differs in these."""
-    names = ("request_id", "offers", "lowest", "highest", "steps_without_model", "match")
+    names = ("request_id", "offers", "lowest", "highest", "steps_without_model", "match", "tokens_to_serve")
     return DepthCandidate(**{name: changes.get(name, getattr(candidate, name)) for name in names})  # type: ignore[arg-type]
 
 
@@ -783,6 +783,13 @@ def test_catching_up_is_paid_over_many_steps_by_a_request_that_was_idle() -> Non
     assert choose(adaptive(costs), candidate(0.8, catch_up=4000, without=4000)) == [0]
 
 
+@pytest.mark.parametrize(("tokens", "drafts"), [(1.0, False), (2.0, False), (12.0, True), (math.inf, True)])
+def test_catching_up_is_paid_over_the_steps_to_come(tokens: float, drafts: bool) -> None:
+    costs = costs_by(lambda rows: 1.0, per_draft_row=0.1)
+    behind = changed(candidate(0.8, catch_up=40, without=40), tokens_to_serve=tokens)
+    assert (choose(adaptive(costs), behind)[0] > 1) == drafts, "one is a probe"
+
+
 def test_nobody_to_choose_for() -> None:
     assert adaptive().choose([], StepLoad(10, 0, 0, 10)) == []
 
@@ -1002,10 +1009,27 @@ def test_nothing_is_saved_for_probes_while_bounds_decide() -> None:
 
 
 @pytest.mark.parametrize(("survival", "likely"), [(0.79, False), (0.81, True), (1.0, True)])
-def test_requests_may_draft_where_one_draft_each_earns_nine_tenths_of_none(survival: float, likely: bool) -> None:
+def test_prompts_are_read_along_where_one_draft_each_earns_nine_tenths_of_none(survival: float, likely: bool) -> None:
     """Four rows take 4 seconds, eight take 6, and a pass of four takes 2."""
     policy = adaptive(costs_by(lambda rows: max(4.0, rows * 0.75), lambda count: 0.5 * count))
-    assert policy.may_draft(survival, 4, 0) == likely
+    assert policy.reads_along(1000, 1.0, [survival], 4, 0) == likely, "where reading takes no time"
+
+
+@pytest.mark.parametrize(("tokens", "pays"), [(44.9, False), (45.1, True), (math.inf, True)])
+def test_prompts_are_read_along_for_those_who_have_tokens_enough_to_come(tokens: float, pays: bool) -> None:
+    """A step takes four of them 4 seconds, which count as 4 / .9, and brings two tokens each with a draft that is kept.
+    What that saves of a token takes the draft model to read one.
+    """
+    saved = (4.0 / 0.9 - 4.0 / 2.0) / 4
+    policy = adaptive(costs_by(lambda rows: max(4.0, rows * 0.25), lambda count: 0.0, per_draft_row=saved))
+    assert policy.reads_along(45, tokens, [1.0], 4, 0) == pays
+
+
+def test_prompts_are_read_along_for_the_depth_that_saves_most() -> None:
+    """The first pass takes as long as a step, those behind it nothing."""
+    policy = adaptive(costs_by(lambda rows: 1.0, lambda count: 1e-9, start=1.0, per_draft_row=1e-3))
+    assert not policy.reads_along(100, 10.0, [0.7], 1, 0)
+    assert policy.reads_along(100, 10.0, [0.7, 0.6, 0.5], 1, 0)
 
 
 def test_only_those_go_on_that_earn_half_of_what_they_cost() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.harness import Harness, always, never
+from core.harness import Harness, always, never, prompt_of
 from paceline.core.acceptance import Residual
 from paceline.core.adaptive_depth import AdaptiveDepth
-from paceline.core.config import SchedulerConfig
+from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel, StepShape
 from paceline.core.depth import NOTHING, Chosen, StepLoad
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
@@ -22,7 +22,7 @@ from paceline.core.request import Request
 from paceline.core.sequence import Sequence
 from paceline.core.speculation import MAX_TENANTS, SpeculationControl
 from paceline.core.speculation_counts import SpeculationCounts
-from paceline.sim import ScriptedRunner
+from paceline.sim import ScriptedRunner, reference_output
 
 GREEDY = SamplingParams(temperature=0.0)
 PASS = 0.5  # seconds of a draft pass
@@ -409,6 +409,55 @@ def test_who_asks_for_drafts_has_its_prompt_read_however_many_come() -> None:
         bench.step()
     assert sum(work.draft_catch_up for work in bench.works(asks)) >= 40
     bench.drain()
+
+
+@pytest.mark.parametrize(("max_tokens", "reads"), [(4, False), (60, True)])
+def test_a_prompt_is_not_read_along_for_a_few_tokens(max_tokens: int, reads: bool) -> None:
+    """400 tokens take as long as twenty passes."""
+    prices = CostModel.from_functions(lambda rows: 10.0, lambda sequences: PASS, per_draft_row=0.25)
+    bench = Bench(AdaptiveDepth(prices), prices=prices, prefix_cache=PrefixScope.OFF)
+    request = bench.add(400, max_tokens=max_tokens)
+    bench.drain()
+    assert (sum(work.draft_catch_up for work in bench.works(request)) > 300) == reads
+
+
+def test_a_prompt_is_read_along_for_those_who_will_find_it() -> None:
+    """As soon as it is known that others come with the same one."""
+    prices = CostModel.from_functions(lambda rows: 10.0, lambda sequences: PASS, per_draft_row=0.5)
+    bench = Bench(AdaptiveDepth(prices), prices=prices, prefix_cache=PrefixScope.TENANT)
+
+    def times(plan: StepPlan) -> StepTimes:
+        [work] = plan.work
+        draft = prices.draft_rows(work.draft_catch_up) + PASS * work.num_drafts
+        return StepTimes(draft=draft, total=10.0 + draft)
+
+    bench.runner.times = times  # type: ignore[method-assign]
+    prompt = prompt_of(400)
+    requests = []
+    for _ in range(12):
+        requests.append(bench.add(prompt, max_tokens=12))
+        bench.drain()
+    assert requests[0].counts.drafted == 0
+    assert requests[-1].counts.drafted > 0
+    assert sum(work.draft_catch_up for work in bench.works(requests[-1])) < 50, "it was read for an earlier one"
+
+
+def test_a_completion_that_is_longer_than_usual_becomes_twice_as_long() -> None:
+    bench = Bench(FixedDepth(0))
+    for _ in range(3):
+        bench.add(prompt_of(3), max_tokens=12, stop_ids=(reference_output(prompt_of(3), 10)[-1],))
+        bench.drain()
+    request = bench.add(5, max_tokens=15)
+    expected = []
+    while not request.output_token_ids:
+        bench.step()
+    while bench.scheduler.has_requests:
+        expected.append((len(request.output_token_ids), request.tokens_to_serve))
+        bench.step()
+    assert request.usual_length == pytest.approx(12.5)
+    assert expected == [
+        (emitted, pytest.approx(min(max(12.5 - emitted, emitted), 15 - emitted))) for emitted in range(1, 15)
+    ]
 
 
 def test_a_draft_model_reads_prompts_while_others_copy() -> None:

@@ -256,11 +256,11 @@ class TimedPolicy(DepthPolicy):
         self._timer.seconds += perf_counter() - began
         return chosen
 
-    def may_draft(self, survival: float, sequences: int, context: int) -> bool:
-        may_draft, began = self._policy.may_draft, perf_counter()
-        may = may_draft(survival, sequences, context)
+    def reads_along(self, unread: int, tokens: float, survivals: list[float], sequences: int, context: int) -> bool:
+        reads_along, began = self._policy.reads_along, perf_counter()
+        reads = reads_along(unread, tokens, survivals, sequences, context)
         self._timer.seconds += perf_counter() - began
-        return may
+        return reads
 
     def observe(self, outcome: Outcome) -> None:
         observe, began = self._policy.observe, perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -35,10 +36,11 @@ class DepthCandidate:
         offers: one, or two by different methods.
         lowest, highest: bounds that the choice keeps; an offer that cannot reach `lowest` goes as deep as it can.
         steps_without_model: decode steps since its draft model last drafted.
+        tokens_to_serve: of completions, that are to be expected behind what its draft model has to read.
         match: tokens that agree before the first proposal of its n-grams; 0 if they offer nothing.
     """
 
-    __slots__ = ("highest", "lowest", "match", "offers", "request_id", "steps_without_model")
+    __slots__ = ("highest", "lowest", "match", "offers", "request_id", "steps_without_model", "tokens_to_serve")
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class DepthCandidate:
         highest: int,
         steps_without_model: int = 0,
         match: int = 0,
+        tokens_to_serve: float = math.inf,
     ) -> None:
         self.request_id = request_id
         self.offers = offers
@@ -55,6 +58,7 @@ class DepthCandidate:
         self.highest = highest
         self.steps_without_model = steps_without_model
         self.match = match
+        self.tokens_to_serve = tokens_to_serve
 
     def reach(self, max_depth: int) -> int:
         """How deep it may draft where nobody goes deeper than that, unless bounds ask for it."""

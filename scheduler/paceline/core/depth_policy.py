@@ -40,12 +40,14 @@ class DepthPolicy(Protocol):
         """
         raise AssertionError("asked only of policies whose choices stand")
 
-    def may_draft(self, survival: float, sequences: int, context: int) -> bool:
-        """Will so many requests that are all alike draft, if they did in the last step? Where it is not likely, the
-        draft model does not read their prompts along.
+    def reads_along(self, unread: int, tokens: float, survivals: list[float], sequences: int, context: int) -> bool:
+        """Shall the draft model read a prompt while the target does, in the company of requests that are all alike?
 
         Args:
-            survival: the chance that the first draft of each is kept.
+            unread: tokens that it would read.
+            tokens: of completions that these are likely to serve.
+            survivals: the chances that the first 1, 2, ... drafts of each are kept; at least one.
+            sequences: that will decode.
             context: tokens of all of them.
         """
         return True

@@ -79,6 +79,8 @@ class Request:
         num_computed_tokens: leading tokens with target KV, as of the last result.
         num_draft_computed: leading tokens with draft KV, as of the last result.
         num_cached_tokens: prompt tokens whose KV was there when the request was first admitted.
+        usual_length: tokens that completions of its kind have, as of its first admission; infinite if none has ended.
+        num_uses: requests that a token of a prompt of its tenant serves, as of then: others find it in the cache.
         num_unread: prompt tokens that its tenant paid for in advance and that no step has computed, as of when it last
             entered or left the batch.
         block_keys: of its leading full blocks, as far as somebody asked.
@@ -134,6 +136,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_draft_computed = 0
         self.num_cached_tokens = 0
+        self.usual_length = math.inf
+        self.num_uses = 1.0
         self.num_unread = 0
         self.block_keys: list[bytes] = []
         self.num_known_blocks = 0
@@ -169,6 +173,15 @@ class Request:
     @property
     def max_output_tokens(self) -> int:
         return self.max_total_tokens - len(self.prompt_token_ids)
+
+    @property
+    def tokens_to_serve(self) -> float:
+        """Tokens of completions that are to be expected behind what is read now: its own, and those of others who find
+        that in the cache. Once a completion is longer than usual, it is expected to become twice as long as it is.
+        """
+        emitted = len(self.output_token_ids)
+        to_come = max(self.usual_length - emitted, float(emitted))
+        return min(to_come, float(self.max_output_tokens - emitted)) * self.num_uses
 
     @property
     def all_token_ids(self) -> tuple[int, ...]:

@@ -584,6 +584,10 @@ class Scheduler:
         if request.first_scheduled is None:
             request.first_scheduled = now
             request.num_cached_tokens = request.num_computed_tokens
+            request.usual_length = self.rate.usual_length(request.chosen_max_tokens) or math.inf
+            tenant = self.tenants[request.tenant]
+            tenant.asked(len(request.prompt_token_ids), request.num_cached_tokens)
+            request.num_uses = tenant.uses
             # Before it is read, lest many prompts be let in at once; see `_end`.
             request.num_unread = request.num_to_compute
             self.tenants[request.tenant].spend(request.num_unread, now)
@@ -613,11 +617,12 @@ class Scheduler:
         share = Share(request, rows, samples, end, blocks)
         share.scores_ngram = samples and NGRAM in request.limits
         reads_prompt = rows > 1 or not (request.output_token_ids or request.pending)
-        if reads_prompt and draft_limits(request, self.config).get(DRAFT_MODEL):
+        depth = draft_limits(request, self.config).get(DRAFT_MODEL, 0) if reads_prompt else 0
+        if depth:
             fitting = self.batch.spare_blocks // self.config.blocks_for(request.num_tokens)
             coming = min(self.tenants.num_waiting, fitting, self.batch.num_places)
             sequences = len(self.running) + coming
-            if self.speculation.reads_along(request, sequences):
+            if self.speculation.reads_along(request, depth, sequences):
                 share.method, share.catch_up = DRAFT_MODEL, rows
         return share
 

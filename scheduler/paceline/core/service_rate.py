@@ -97,16 +97,16 @@ class ServiceRate:
             room: tokens that may still come.
             max_tokens: that it may have by its own choice.
         """
-        to_come = min(room, max(self._length(max_tokens) - emitted, 0.0))
+        to_come = min(room, max(self.usual_length(max_tokens) - emitted, 0.0))
         return self.seconds_to_first_token(known_tokens) + self.token_seconds * to_come
 
     def charge(self, prompt_tokens: int, room: int, max_tokens: int | None) -> float:
         """Engine seconds that a request would be charged; arguments as of `seconds_to_end`."""
-        return prompt_tokens * self.prompt_charge + min(room, self._length(max_tokens)) * self.token_charge
+        return prompt_tokens * self.prompt_charge + min(room, self.usual_length(max_tokens)) * self.token_charge
 
-    def _length(self, max_tokens: int | None) -> float:
+    def usual_length(self, max_tokens: int | None) -> float:
         """Tokens of a completion that may have so many by its own choice: as those of its kind were lately, or as all
-        were, where nobody knows.
+        were, where nobody knows; 0 before any has ended.
         """
         kind, unit = _kind(max_tokens)
         return self._used_by(kind) * unit or self.completion_tokens

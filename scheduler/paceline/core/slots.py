@@ -10,7 +10,7 @@ from paceline.core.depth import NOTHING, Chosen, DepthCandidate, Offer, StepLoad
 from paceline.core.method import DRAFT_MODEL
 from paceline.core.slot_order import ASKED, Run, cut, in_all
 
-CATCH_UP_HORIZON: Final = 64  # steps over which a request that drafts again pays for what its draft model missed
+CATCH_UP_HORIZON: Final = 64.0  # steps at most over which a request pays for what its draft model missed
 
 
 class BestSlots:
@@ -255,11 +255,14 @@ def _runs(candidates: list[DepthCandidate], budget: int, costs: CostModel, max_d
 
 def reading_seconds(costs: CostModel, candidate: DepthCandidate, offer: Offer) -> tuple[float, float]:
     """What catching up costs a step: by its rows, and by the forward that all share who have to. What was missed while
-    the draft model was idle serves many steps and is spread over them.
+    the draft model was idle serves all steps to come, and is spread over them.
     """
     if not offer.catch_up:
         return 0.0, 0.0
-    steps = CATCH_UP_HORIZON if candidate.steps_without_model else 1
+    steps = 1.0
+    if candidate.steps_without_model:
+        to_come = candidate.tokens_to_serve / (1.0 + offer.survivals[0])
+        steps = max(steps, min(CATCH_UP_HORIZON, to_come))
     forward = costs.reading_seconds
     return (costs.draft_rows(offer.catch_up) - forward) / steps, forward / steps
 

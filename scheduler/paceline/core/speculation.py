@@ -108,20 +108,23 @@ class SpeculationControl:
             self.model_drafts = DRAFT_MODEL in methods or (NGRAM in methods and self.model_drafts)
         return chosen
 
-    def reads_along(self, request: Request, sequences: int) -> bool:
+    def reads_along(self, request: Request, depth: int, sequences: int) -> bool:
         """Shall the draft model read this prompt while the target does? What it does not read it catches up on once it
         is asked for a draft, for as many seconds of its own: where few drafts are to be expected, it waits for that. A
         request that must draft is asked at once.
 
         Args:
+            depth: that it may draft, at least 1.
             sequences: that will decode.
         """
         if request.speculation.min_depth:
             return True
         if not self.model_drafts:
             return False
-        [survival] = self._survivals(request, DRAFT_MODEL, 1)
-        return self.policy.may_draft(survival, sequences, sequences * request.num_tokens)
+        survivals = self._survivals(request, DRAFT_MODEL, depth)
+        unread = request.num_tokens - request.num_draft_computed
+        context = sequences * request.num_tokens
+        return self.policy.reads_along(unread, request.tokens_to_serve, survivals, sequences, context)
 
     def _candidate(self, request: Request, limits: dict[Method, int], match: int, budget: int) -> DepthCandidate:
         """What the policy chooses among: a request with the depths that it may have."""
@@ -138,7 +141,9 @@ class SpeculationControl:
         lowest = min(request.speculation.min_depth, most)
         drafts = any([work.num_drafts and work.method is DRAFT_MODEL for work in request.pending])
         idle = 0 if drafts else request.steps_without_model
-        return DepthCandidate(request.request_id, offers, lowest, most, idle, match)
+        if catch_up and not drafts and DRAFT_MODEL not in request.counts_by_method:
+            idle = max(1, idle)  # it has missed the prompt
+        return DepthCandidate(request.request_id, offers, lowest, most, idle, match, request.tokens_to_serve)
 
     def _survivals(self, request: Request, method: Method, depth: int) -> list[float]:
         model, residual = self._models[request.params.verification][method], request.residuals[method]

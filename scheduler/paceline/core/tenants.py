@@ -21,6 +21,7 @@ from paceline.errors import InvalidArgument
 EMPTY: Final = 1e-6  # tokens that a bucket may lack by rounding
 # Times its share of places: a tenant that asks for more is heavy, one that asks for no more is light.
 HEAVY, LIGHT = 2.0, 0.25
+PROMPTS_DECAY: Final = 0.9  # of what was known of prompts, for each that begins
 MOST_IDLE: Final = 1024  # tenants that are remembered although they have no requests
 MOST_CREDIT: Final = (
     10.0  # seconds of service over weight that a tenant is owed that comes where others have run for long
@@ -41,8 +42,10 @@ class Tenant:
     """
 
     __slots__ = (
+        "_asked",
         "_bucket",
         "_filled_at",
+        "_found",
         "_weight",
         "charged_seconds",
         "coming",
@@ -68,6 +71,7 @@ class Tenant:
         self.num_coming = 0
         self._bucket = policy.burst
         self._filled_at = now
+        self._asked = self._found = 0.0
 
     @property
     def is_live(self) -> bool:
@@ -81,6 +85,16 @@ class Tenant:
     def asks_for(self) -> int:
         """Places that its requests would take."""
         return self.num_running + len(self.queue)
+
+    def asked(self, tokens: int, found: int) -> None:
+        """A prompt of so many tokens begins, of which so many were found in the cache."""
+        self._asked += (1.0 - PROMPTS_DECAY) * (tokens - self._asked)
+        self._found += (1.0 - PROMPTS_DECAY) * (found - self._found)
+
+    @property
+    def uses(self) -> float:
+        """Prompts that a token lately served that was computed: where half are found, two."""
+        return self._asked / (self._asked - self._found) if self._asked else 1.0
 
     def grant(self, policy: TenantPolicy, now: float) -> None:
         """Put another policy in place: the bucket fills at the old rate up to now, and nothing is owed for the time
