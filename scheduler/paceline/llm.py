@@ -14,6 +14,7 @@ from enum import StrEnum
 from itertools import accumulate
 from numbers import Integral
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final, Self, TypeVar, Unpack, cast, get_type_hints
 
 from paceline.chat import is_turn, read_turn
@@ -86,7 +87,7 @@ class Completion:
 
 
 class LLM:
-    """A model and its engine.
+    """A model and its engine, for one call at a time.
 
     Args:
         model: a directory in Hugging Face format, or "demo", the embedded model.
@@ -107,12 +108,14 @@ class LLM:
         check_types(settings, hints)
         settings = plain_numbers(settings, hints)
         self.engine: Engine = build_engine(EngineSettings(model=model, draft=draft or "none", **settings))
+        self._stepping = Lock()
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
         """Around an engine that exists; nobody else may step it meanwhile."""
         llm = cls.__new__(cls)
         llm.engine = engine
+        llm._stepping = Lock()
         return llm
 
     def generate(
@@ -132,6 +135,9 @@ class LLM:
 
         Returns:
             Completions in the order of the prompts; with n, the n of the first prompt, then those of the second.
+
+        Raises:
+            RuntimeError: another call runs, in another thread or around this one; it goes on.
         """
         requests = [build_request(p, self.engine.default_sampling, options) for p in _as_list(prompts)]
         return self.complete(requests, on_text or (lambda index, text: None), on_finish or (lambda index: None))
@@ -147,6 +153,19 @@ class LLM:
         on_finish: Callable[[int], None] = lambda index: None,
     ) -> list[Completion]:
         """`generate` for requests that may differ in more than their prompts."""
+        if not self._stepping.acquire(blocking=False):
+            raise RuntimeError("this LLM is generating already: one call at a time, and none from on_text or on_finish")
+        try:
+            return self._complete(requests, on_text, on_finish)
+        finally:
+            self._stepping.release()
+
+    def _complete(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_text: Callable[[int, str], None],
+        on_finish: Callable[[int], None],
+    ) -> list[Completion]:
         waiting = deque((index, request, self.engine.prepare(request)) for index, request in enumerate(requests))
         firsts = list(accumulate((request.n for request in requests), initial=0))
         index_of: dict[int, int] = {}

@@ -247,6 +247,21 @@ def test_a_callback_that_raises_ends_everything_and_the_engine_lives_on() -> Non
     assert llm.generate([1], max_tokens=5)[0].token_ids == expected([1], 5)[0]
 
 
+def test_a_call_within_a_call_is_refused_and_the_first_goes_on() -> None:
+    llm = LLM.from_engine(make_engine())
+    refused: list[str] = []
+
+    def on_text(index: int, text: str) -> None:
+        with pytest.raises(RuntimeError, match="generating already") as error:
+            llm.generate([2], max_tokens=5)
+        refused.append(str(error.value))
+
+    [completion] = llm.generate([1], max_tokens=20, on_text=on_text)
+    assert refused
+    assert completion.token_ids == expected([1], 20)[0]
+    assert llm.generate([2], max_tokens=5)[0].token_ids == expected([2], 5)[0]
+
+
 def test_a_step_that_fails_is_raised_and_the_engine_is_dead() -> None:
     llm = LLM.from_engine(make_engine(wrap=lambda runner: FailingRunner(runner, at_step=2)))
     with pytest.raises(RuntimeError):
