@@ -31,6 +31,7 @@ from paceline.core.params import (
 from paceline.core.plan import Finish, FinishReason, TokenLogprobs
 from paceline.core.request import RequestStats
 from paceline.core.speculation_report import SpeculationReport
+from paceline.engine.ctrl_c import CtrlC
 from paceline.engine.delta import Output, PromptLogprobs
 from paceline.engine.engine import Engine
 from paceline.engine.request import ChatMessage, GenerationRequest, Prompt
@@ -126,7 +127,8 @@ class LLM:
         on_finish: Callable[[int], None] | None = None,
         **options: Unpack[CompletionOptions],
     ) -> list[Completion]:
-        """Complete one prompt or many as one batch; every prompt is validated before anything runs.
+        """Complete one prompt or many as one batch; every prompt is validated before anything runs. Ctrl-C ends it
+        behind the step that runs; a second one at once, and the engine with it.
 
         Args:
             on_text: called with (index of the completion, new text) as text comes. If it raises, generation ends.
@@ -156,7 +158,8 @@ class LLM:
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("this LLM is generating already: one call at a time, and none from on_text or on_finish")
         try:
-            return self._complete(requests, on_text, on_finish)
+            with CtrlC() as ctrl_c:
+                return self._complete(requests, on_text, on_finish, ctrl_c)
         finally:
             self._stepping.release()
 
@@ -165,6 +168,7 @@ class LLM:
         requests: Sequence[GenerationRequest],
         on_text: Callable[[int, str], None],
         on_finish: Callable[[int], None],
+        ctrl_c: CtrlC,
     ) -> list[Completion]:
         waiting = deque((index, request, self.engine.prepare(request)) for index, request in enumerate(requests))
         firsts = list(accumulate((request.n for request in requests), initial=0))
@@ -173,11 +177,13 @@ class LLM:
         steps = StepLoop(self.engine)
         try:
             while waiting or index_of:
+                ctrl_c.hold()  # a step that is broken off is the end of the engine
                 while waiting and self.engine.has_room_for(waiting[0][1]):
                     index, request, prepared = waiting.popleft()
                     first_id = self.engine.add(request, prepared)
                     index_of.update((first_id + choice, firsts[index] + choice) for choice in range(request.n))
                 finished = steps.step()
+                ctrl_c.release()
                 for _, error in self.engine.take_refused():
                     raise error
                 for output in finished.outputs if finished is not None else ():
@@ -190,6 +196,7 @@ class LLM:
                     if output.finish is not None:
                         on_finish(index)
         finally:
+            ctrl_c.hold()
             # Nothing is left, unless somebody raised. A dead engine is left alone: its books may be in any state, and
             # what it says of them would hide what it died of.
             if not self.engine.has_failed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from engine.toy import FailingRunner, decode, expected, make_engine, num_free
 from paceline import client
 from paceline.core.params import SamplingParams
-from paceline.core.plan import FinishReason
+from paceline.core.plan import FinishReason, StepPlan, StepResult, StepRunner
 from paceline.engine import ChatMessage
 from paceline.errors import EngineDead, FailedPrecondition, InvalidArgument
 from paceline.llm import LLM, build_request
@@ -245,6 +247,51 @@ def test_a_callback_that_raises_ends_everything_and_the_engine_lives_on() -> Non
         llm.generate([[1], [2], [3]], max_tokens=20, on_text=on_text)
     assert num_free(engine) == 64
     assert llm.generate([1], max_tokens=5)[0].token_ids == expected([1], 5)[0]
+
+
+class InterruptedRunner:
+    """Ctrl-C comes so many times within the third step."""
+
+    def __init__(self, runner: StepRunner, times: int) -> None:
+        self.runner = runner
+        self.times = times
+        self.steps = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.steps += 1
+        if self.steps == 3:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+        return self.runner.execute(plan)
+
+
+def test_ctrl_c_within_a_step_comes_behind_it_and_the_engine_lives_on() -> None:
+    engine = make_engine(wrap=lambda runner: InterruptedRunner(runner, times=1))
+    llm, before = LLM.from_engine(engine), signal.getsignal(signal.SIGINT)
+    shown: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1], [2], [3]], max_tokens=20, on_text=lambda index, text: shown.append(text))
+    assert shown
+    assert engine.totals.steps == 3
+    assert num_free(engine) == 64
+    assert signal.getsignal(signal.SIGINT) is before
+    assert llm.generate([1], max_tokens=5)[0].token_ids == expected([1], 5)[0]
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    engine = make_engine(wrap=lambda runner: InterruptedRunner(runner, times=2))
+    llm, before = LLM.from_engine(engine), signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1], [2], [3]], max_tokens=20)
+    assert engine.has_failed
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    llm = LLM.from_engine(make_engine())
+    with ThreadPoolExecutor(1) as pool:
+        [completion] = pool.submit(llm.generate, [1], max_tokens=5).result()
+    assert completion.token_ids == expected([1], 5)[0]
 
 
 def test_a_call_within_a_call_is_refused_and_the_first_goes_on() -> None:
