@@ -262,8 +262,9 @@ async def test_the_server_may_say_when_to_retry(client: AsyncClient, pushback: s
 async def test_an_error_after_some_output(client: AsyncClient) -> None:
     deltas = aiter(client.generate("fail later"))
     assert (await anext(deltas)).text == "a"
-    with pytest.raises(errors.Unavailable, match="engine lost"):
+    with pytest.raises(errors.Unavailable, match="engine lost") as caught:
         await anext(deltas)
+    assert caught.value.request_id == "r-1"  # type: ignore[attr-defined]  # as `started` said
 
 
 async def test_the_timeout_is_the_deadline_of_the_rpc(client: AsyncClient, server: FakeServer) -> None:

@@ -214,6 +214,17 @@ async def test_a_stream_that_breaks_is_opened_anew(client: AsyncClient, server: 
     assert server.streams == 2
 
 
+async def test_what_ends_a_stream_is_told_of_each_generation_by_its_own_id(client: AsyncClient) -> None:
+    async with client.many() as many:
+        started, refused = await many.start("hang"), await many.start("quit")
+        raised = []
+        for generation in (started, refused):
+            with pytest.raises(errors.Unavailable, match="going away") as error:
+                await generation.collect()
+            raised.append(error.value)
+    assert [isinstance(error, RpcError) and error.request_id for error in raised] == ["r-1", ""]
+
+
 async def test_writes_that_meet_the_end_of_the_stream_hide_no_status(client: AsyncClient, server: FakeMany) -> None:
     """gRPC would show its own failure for most of these streams."""
     server.refuses = True

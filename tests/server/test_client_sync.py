@@ -102,6 +102,12 @@ async def test_a_status_becomes_the_error_of_the_tree(client: Client) -> None:
         await asyncio.to_thread(lambda: client.complete("hang", timeout=0.2))
 
 
+async def test_an_error_after_some_output_has_the_id_that_was_told(client: Client) -> None:
+    with pytest.raises(errors.Unavailable, match="engine lost") as caught:
+        await asyncio.to_thread(lambda: client.complete("fail later"))
+    assert caught.value.request_id == "r-1"  # type: ignore[attr-defined]
+
+
 # ---- Leaving early -------------------------------------------------------------------------------------------------
 
 

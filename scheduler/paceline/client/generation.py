@@ -56,6 +56,14 @@ class Reading:
             self.finished_by_choice[response.choice] = read_finished(response.finished)
         return read_delta(response) if response.text or response.token_ids or response.logprobs else None
 
+    def _name(self, error: RpcError) -> RpcError:
+        """The error with the id that the server has told, where it does not say so itself: a broken connection's, or
+        one of many on a stream.
+        """
+        if self.started is not None:
+            error.request_id = error.request_id or self.started.request_id
+        return error
+
     def _check_end(self) -> None:
         """The stream is over: raise unless every choice has its end."""
         missing = [choice for choice in range(self._n) if choice not in self.finished_by_choice]
@@ -163,6 +171,7 @@ class Generation(Reading):
             except RpcError as error:
                 delay = None if answered else attempts.delay_after(error)
                 if delay is None:
+                    self._name(error)
                     raise
             finally:
                 call.cancel()  # does nothing once the RPC has ended

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine
+from copy import copy
 from typing import Any, Final, Self, TypeAlias, Unpack
 
 import grpc
@@ -142,7 +143,7 @@ class _Stream:
             self.ended = True
             self._requests.put_nowait(None)  # the RPC's own reader of requests ends, too
             for lane in self._lanes.values():
-                lane.put(error)
+                lane.put(copy(error))  # each is raised in a task of its own, and gets its own id
             self._lanes.clear()
 
     def _remember(self, call: ManyCall) -> None:

@@ -105,7 +105,7 @@ class SyncGeneration(Reading):
                 failure = from_grpc(error)
                 delay = None if answered else attempts.delay_after(failure)
                 if delay is None:
-                    raise failure from error
+                    raise self._name(failure) from error
             finally:
                 call.cancel()  # does nothing once the RPC has ended
             if self._closing.wait(delay):
