@@ -122,8 +122,8 @@ def truncate_(
 def softmax_(logits: Tensor, temperature: Tensor) -> None:
     """Turn logits into probabilities, softmax(logits / temperature).
 
-    Mutates logits [rows, vocab]; temperature [rows] float32, > 0; 1e-30 is allowed. -inf becomes exactly 0, and a row
-    without a number above it becomes all 0.
+    Mutates logits [rows, vocab]; temperature [rows] float32, > 0; 1e-30 is allowed. -inf becomes exactly 0. A row of
+    nothing else becomes all 0, as does one with inf; NaN makes a row all 0, or counts as -inf.
     """
     _rows(logits).softmax_(logits, temperature)
 

@@ -262,6 +262,12 @@ def _runner(
     target, *drafts = models
     ngram = Ngram()
     by_model = [DraftModel(draft, kv_cache(draft), settings.seed) for draft in drafts]
+    if not all(draft.computes_numbers() for draft in by_model):
+        # Served, it would harm nobody: no draft of it would ever be kept.
+        raise FailedPrecondition(
+            f"the draft model {settings.draft} is of no use: it computes logits that are not finite (NaN or infinite), "
+            "so its weights are damaged, or numbers of its dtype cannot hold what it computes"
+        )
     drafters: dict[Method, Drafter] = dict(zip(choices.methods, [ngram, *by_model], strict=False))
     runner = ModelRunner(target, kv_cache(target), drafters, settings.seed, scorer=ngram)
     return _on_device(runner, config, settings.seed) if choices.backend == "triton" else runner

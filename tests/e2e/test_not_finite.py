@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.client import RpcError
 from paceline.core.method import Method
-from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams
+from paceline.core.params import LogprobsParams, SamplingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import StepPlan
 from paceline.engine import Engine, GenerationRequest, StepLoop
 from paceline.errors import FailedPrecondition, NotFinite, PacelineError
@@ -222,6 +222,47 @@ def test_drafts_that_are_rejected_break_nothing(pair: tuple[Path, Path], monkeyp
     monkeypatch.setattr(drafter, "propose", bad_drafts)
     assert run(engine, [request(prompt) for prompt in PROMPTS]) == expected
     assert drafted > 0
+
+
+@pytest.fixture(scope="module")
+def only_draft_damaged(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What the draft model computes behind WORSE is no number; its head is another matrix."""
+    folder = tmp_path_factory.mktemp("damaged draft")
+    sound, draft = tiny_pair(folder)
+    damage(draft, "model.embed_tokens.weight", torch.inf, (WORSE, 5))
+    return sound, draft
+
+
+def damage(checkpoint: Path, name: str, value: float, where: Any = ...) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    weights[name][where] = value
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_a_draft_model_that_computes_no_numbers_changes_no_output(
+    only_draft_damaged: tuple[Path, Path], backend: str
+) -> None:
+    engine, prompt = make(only_draft_damaged, backend, depth="auto"), (2, WORSE)
+    for sampling in (GREEDY, SamplingParams(seed=1)):
+        alone = request(prompt, sampling, speculation=SpeculationParams(Method.NONE))
+        assert run(engine, [request(prompt, sampling)]) == run(engine, [alone])
+    for rule in (Verification.TOKEN_WISE, Verification.BLOCK):
+        drafting = SpeculationParams(Method.DRAFT_MODEL, min_depth=2, max_depth=3, verification=rule)
+        found = run(engine, [request(prompt, SamplingParams(), speculation=drafting)] * 100)
+        tokens = [token for one in found if isinstance(one, list) for token in one]
+        assert len(tokens) == 100 * TOKENS
+        assert tokens.count(0) < len(tokens) / 10, "which a row without numbers has for a draft"
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_draft_model_that_computes_no_numbers_at_all_is_refused(
+    only_draft_damaged: tuple[Path, Path], tmp_path: Path, value: float
+) -> None:
+    draft = Path(shutil.copytree(only_draft_damaged[1], tmp_path / "draft"))
+    damage(draft, "model.norm.weight", value)
+    with pytest.raises(FailedPrecondition, match=r"the draft model .*draft is of no use: .* not finite .* damaged"):
+        build_engine(EngineSettings(only_draft_damaged[0], draft, device="cpu", kv_cache_memory=1 << 20))
 
 
 def test_a_model_that_computes_no_numbers_at_all_is_not_served(

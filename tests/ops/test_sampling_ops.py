@@ -498,6 +498,19 @@ def test_not_a_number_gives_ids_in_range(backend: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("others", [1.0, torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_rows_are_distributions_or_all_zero(backend: ModuleType, bad: float, others: float, top_k: int) -> None:
+    logits = torch.full((1, 100), others)
+    logits[0, 7] = bad
+    backend.distribution_(logits, **off(1) | {"top_k": torch.tensor([top_k])})
+    total = float(logits.sum())
+    assert total == 0 or (total == pytest.approx(1) and others == 1), logits
+    assert logits[0, 7] == 0
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_no_rows_are_fine(backend: ModuleType) -> None:
     logits = torch.zeros(0, 10)
     backend.truncate_(logits, **off(0))

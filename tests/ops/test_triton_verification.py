@@ -358,6 +358,24 @@ def test_behind_a_rejection_that_leaves_nothing_p_is_drawn_from(rule: Rule) -> N
     assert verdict.token_ids == [18]
 
 
+@pytest.mark.parametrize("rule", [Rule.TOKEN_WISE, Rule.BLOCK])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_draft_from_logits_that_are_no_numbers_is_not_kept(rule: Rule, bad: float) -> None:
+    """Though the target says nothing else."""
+    sequence = make_sequence((1, 2), verification=RULES[rule])
+    seated = Seated(3, rule, sequence, 1, [0], False, True)
+    table, step = make_table([seated]), make_step([seated], [1, 2, 3], padding=0)
+    choose_drafts(torch.full((1, VOCAB), bad, device=DEVICE), table, step, first=True)
+    assert not table.probs[3, 0].any()
+    assert table.drafts[3, 0].item() == 0
+    logits = torch.full((2, VOCAB), -torch.inf, device=DEVICE)
+    logits[:, 0] = 1.0
+    output = StepOutput.view(torch.zeros(StepOutput.size(1, DEPTH), dtype=torch.int32, device=DEVICE), 1, DEPTH)
+    judge(logits, torch.tensor([2, 0], device=DEVICE), table, step, output)
+    assert (output.num_accepted.tolist(), output.tokens[0, 0].item()) == ([0], 0)
+    assert output.labels[0, 0].item() == 0
+
+
 @pytest.mark.parametrize("rule", Rule)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_logits_that_are_no_numbers_are_told_of_where_they_choose_a_token(rule: Rule, bad: float) -> None:

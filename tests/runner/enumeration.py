@@ -84,7 +84,9 @@ def drawn(cases: list[Case]) -> Trial:
     for place in positions:
         drafts.append(Draft(place.drafts, q, first))
         first += len(place.drafts)
-    chosen = q.gather(1, torch.tensor([token for draft in drafts for token in draft.token_ids])[:, None])[:, 0]
+    tokens = torch.tensor([token for draft in drafts for token in draft.token_ids])
+    # Of a row of zeros `ops.draw` makes token 0.
+    chosen = q.gather(1, tokens[:, None])[:, 0].where(q.any(-1), (tokens == 0).double())
     mass = torch.stack([part.prod() for part in chosen.split([len(draft.token_ids) for draft in drafts])])
     return Trial(
         cases,

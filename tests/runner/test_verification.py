@@ -125,11 +125,21 @@ def nearly_certain() -> list[Case]:
     return [replace(case, target=[sharpened(t) for t in case.target]) for case in cases_of("plain", 4)]
 
 
+def draft_without_numbers() -> list[Case]:
+    """At every other prefix the draft model computes NaN."""
+    starts = [(start, case) for start in (0, 1) for case in cases_of("plain", 5 + start)]
+    for start, case in starts:
+        for table in case.draft:
+            table[start::2] = torch.nan
+    return [case for _, case in starts]
+
+
 SPECIAL: dict[str, Callable[[], list[Case]]] = {
     "p = q": equal_distributions,
     "disjoint supports": disjoint_supports,
     "banned tokens": banned_by_the_target,
     "nearly certain": nearly_certain,
+    "a draft without numbers": draft_without_numbers,
 }
 RULES: dict[str, tuple[Callable[[list[Case]], Trial], AcceptanceRule]] = {
     "token-wise": (drawn, token_wise),

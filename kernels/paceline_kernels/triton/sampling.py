@@ -332,18 +332,19 @@ def truncate_row(row, VOCAB: tl.constexpr, temperature, top_k, top_p, min_p, typ
 
 @triton.jit
 def softmax_row(row, out, VOCAB: tl.constexpr, temperature, BLOCK: tl.constexpr):
-    """Probabilities of a row of logits, to where they are wanted, which may be the row itself."""
+    """Probabilities of a row of logits, to where they are wanted, which may be the row itself; 0 if one is infinite."""
     inverse = _inverse(temperature)
     highest = _highest(row, VOCAB, BLOCK)
     sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, VOCAB, BLOCK):
         sums += tl.exp((load_logits(row, start, VOCAB, BLOCK) - highest) * inverse).to(tl.float64)
-    scale = (1 / tl.maximum(tl.sum(sums), 1.0)).to(tl.float32)  # less than the largest weight, 1, is nothing
+    total = tl.sum(sums)
+    scale = (1 / tl.maximum(total, 1.0)).to(tl.float32)  # less than the largest weight, 1, is nothing
     tl.debug_barrier()
     for start in range(0, VOCAB, BLOCK):
         v = start + tl.arange(0, BLOCK)
         weight = tl.exp((load_logits(row, start, VOCAB, BLOCK) - highest) * inverse)
-        tl.store(out + v, weight * scale, mask=v < VOCAB)
+        tl.store(out + v, tl.where(total == total, weight * scale, 0.0), mask=v < VOCAB)
     tl.debug_barrier()
 
 

@@ -40,6 +40,11 @@ class DraftModel:
         self._inputs = InputBatch(kv_cache.block_size, model.device)
         self._noise = Uniform(seed, Stream.DRAFT, model.device)
 
+    @torch.inference_mode()
+    def computes_numbers(self) -> bool:
+        """Whether its logits behind one token are finite. Overwrites KV of block 0."""
+        return bool(self._logits([TokenRun([0], 0, [0])]).isfinite().all())
+
     def propose(self, batch: Seq[tuple[Sequence, SequenceWork]]) -> list[Draft]:
         gaps = [sequence.draft_gap(work) for sequence, work in batch]
         proposal = _Proposal(batch, self.model.config.vocab_size, self.model.device)

@@ -13,6 +13,9 @@ One-hot: drafts were chosen and not drawn, so that q is 1 at each of them: both 
 
 Behind i < k kept drafts the next token is drawn from norm(max(w_i p - q, 0)), with w_i = 1 but for Block; behind all of
 them from p.
+
+Where a draft model computes no numbers q is 0 for every token, and what stands there was not drawn: neither rule keeps
+it, and to both it is as though the drafts had ended before it.
 """
 
 from __future__ import annotations
