@@ -132,11 +132,15 @@ def server() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         tenants = Path(folder) / "tenants.toml"
         tenants.write_text(TENANTS.format(tenant=TENANT, max_blocks=MAX_BLOCKS, **hashes))
-        command = [sys.executable, "-m", "paceline", "serve", "--model", "demo", "--draft", "demo", "--port", "0"]
+        command = [sys.executable, "-m", "support.quick_command", "serve", "--model", "demo", "--draft", "demo"]
         log = Path(folder) / "log"
         with log.open("w") as stderr:
             process = subprocess.Popen(
-                [*command, "--tenants", tenants], stdout=subprocess.PIPE, stderr=stderr, text=True
+                [*command, "--port", "0", "--tenants", tenants],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                cwd=HERE.parent,
             )
         watchdog = threading.Timer(START_SECONDS, process.kill)
         watchdog.start()

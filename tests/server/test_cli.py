@@ -32,10 +32,13 @@ from paceline.settings import EngineSettings
 from paceline.sim.spec import EngineTable
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc
+from support import quick_start  # noqa: F401
 from support.checkpoints import tiny_checkpoint
 
 PATIENCE = 120  # seconds until a process that hangs is a failure; nothing is asserted about time
 PACELINE = [sys.executable, "-m", "paceline"]
+QUICK = [sys.executable, "-m", "support.quick_command"]
+TESTS = Path(__file__).parents[1]
 # The little that these runs need; `--kv-cache-memory` also shows that sizes have units.
 SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--kv-cache-memory", "4MiB", "--dtype", "float32"]
 
@@ -285,8 +288,8 @@ def serve(checkpoint: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> subprocess.Popen[str]:
-        command = [*PACELINE, "serve", "--model", checkpoint, *SMALL, *arguments]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [*QUICK, "serve", "--model", checkpoint, *SMALL, *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=TESTS)
         started.append(process)
         return process
 
