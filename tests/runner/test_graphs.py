@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.core import cost_model
 from paceline.engine.profile_shapes import MOST_DRAFTED_ROWS
-from paceline.runner.graphs import ROW_BUCKETS, Graphs, StepSizes
+from paceline.runner.graphs import ROW_BUCKETS, SEQUENCE_BUCKETS, Graphs, StepSizes
 from paceline_kernels.recording import record
 
 
@@ -54,6 +54,12 @@ def test_steps_are_priced_at_the_sizes_at_which_they_are_recorded() -> None:
     priced = set(cost_model.ROW_BUCKETS)
     assert priced >= set(ROW_BUCKETS)
     assert priced >= {rows + 1 for rows in ROW_BUCKETS if 128 <= rows < MOST_DRAFTED_ROWS}
+
+
+def test_passes_are_priced_at_the_sizes_that_are_recorded() -> None:
+    """As far as the cost model has buckets: padded to the next size, a pass between two costs what that one does."""
+    *_, largest = priced = cost_model.SEQUENCE_BUCKETS
+    assert list(priced) == [count for count in SEQUENCE_BUCKETS if count <= largest]
 
 
 class Recording:

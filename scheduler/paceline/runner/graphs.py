@@ -11,7 +11,8 @@ import torch
 
 from paceline_kernels.recording import record
 
-# Sequences and rows of recorded steps; between them, a step is padded. The cost model has buckets at these rows, too.
+# Sequences and rows of recorded steps; between them, a step is padded. The cost model has buckets there, too, but for
+# the last of the sequences.
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 READ_BUCKETS = (8, 16, 32, 64, 128, 256, 512)  # rows that a draft model reads besides those it drafts from
 ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
