@@ -14,8 +14,8 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, int8: bool = False) -> int:
-    """Bytes that all weights take, at least: left out are scales of 8-bit weights, and the embedding that triton keeps
-    beside a tied head of 8 bits.
+    """Bytes that all weights take, at least. Left out are the tables of rotary positions, scales of 8-bit weights, and
+    the embedding that triton keeps beside a tied head of 8 bits. What is resident is measured, once it is loaded.
     """
     matrices = matrix_elements(config) + config.vocab_size * config.hidden_size  # the head's
     return (num_parameters(config) - matrices) * dtype.itemsize + matrices * (1 if int8 else dtype.itemsize)
