@@ -225,9 +225,9 @@ def _read_scheduling(message: pb.SchedulingParams, deadline: float | None) -> Sc
         tenant=_read_name("scheduling.tenant", message.tenant),
         priority=message.priority,
         deadline=deadline,
-        queue_timeout=_read_seconds(message, "scheduling", "queue_timeout"),
-        time_to_first_token=_read_seconds(message, "scheduling", "time_to_first_token"),
-        time_per_output_token=_read_seconds(message, "scheduling", "time_per_output_token"),
+        queue_timeout=_read_time(message, "queue_timeout"),
+        time_to_first_token=_read_time(message, "time_to_first_token"),
+        time_per_output_token=_read_time(message, "time_per_output_token"),
     )
 
 
@@ -238,6 +238,13 @@ def read_hold(output: pb.OutputParams) -> float:
     delay = _read_seconds(output, "output", "max_chunk_delay") or 0.0
     check_seconds("output.max_chunk_delay", delay, MAX_CHUNK_DELAY)
     return math.inf if output.final_only else delay
+
+
+def _read_time(message: pb.SchedulingParams, name: Any) -> float | None:
+    seconds = _read_seconds(message, "scheduling", name)
+    if seconds is not None:
+        check_seconds(f"scheduling.{name}", seconds, above_zero=True)
+    return seconds
 
 
 def _read_seconds(message: pb.SchedulingParams | pb.OutputParams, path: str, name: Any) -> float | None:
