@@ -256,9 +256,9 @@ class TimedPolicy(DepthPolicy):
         self._timer.seconds += perf_counter() - began
         return chosen
 
-    def reads_along(self, unread: int, tokens: float, survivals: list[float], sequences: int, context: int) -> bool:
+    def reads_along(self, unread: int, tokens: float, survival: float, sequences: int, context: int) -> bool:
         reads_along, began = self._policy.reads_along, perf_counter()
-        reads = reads_along(unread, tokens, survivals, sequences, context)
+        reads = reads_along(unread, tokens, survival, sequences, context)
         self._timer.seconds += perf_counter() - began
         return reads
 

@@ -47,8 +47,8 @@ PRICE_CHANGE: Final = 0.1  # tokens; of what a slot costs, since a decision, whi
 HYSTERESIS: Final = 0.03  # of a step's worth, which a change of depth must bring
 EARNINGS_DECAY: Final = 0.5 ** (1 / 16)  # per step
 LEAST_SHARE: Final = 0.9  # the least price of time, over what time earns without free drafts; chance takes up the rest
-# Of the rate without drafts, what drafts must earn for prompts to be read along, were reading free: some may draft
-# where all of them would lose a little, and to catch up while others decode is dearer by what they wait.
+# Of the rate without drafts, what one draft each must earn for prompts to be read along, were reading free: some may
+# draft where all of them would lose a little, and to catch up while others decode is dearer by what they wait.
 LIKELY: Final = 0.9
 OUTLIER: Final = 3.0  # times the predicted duration: no step counts for more
 
@@ -192,16 +192,13 @@ class AdaptiveDepth:
         self._probes.add_drafts(step, self._depth, slot_seconds, self._num_steps)
         return step.chosen
 
-    def reads_along(self, unread: int, tokens: float, survivals: list[float], sequences: int, context: int) -> bool:
-        """By what costs tell: the time that drafts save these tokens, or hardly lose, is more than reading takes."""
-        seconds = self.costs.target(sequences, context, sequences) / LIKELY  # of a token each, at best
-        emitted, drafting = 1.0, 0.0
-        saved = -math.inf
-        for number, survival in enumerate(survivals[: self.max_depth]):
-            emitted += survival
-            drafting += self.costs.draft_pass(number, sequences)
-            verifying = self.costs.target((number + 2) * sequences, context, sequences)
-            saved = max(saved, seconds - (verifying + drafting) / emitted)
+    def reads_along(self, unread: int, tokens: float, survival: float, sequences: int, context: int) -> bool:
+        """By what costs tell: the time that one draft each saves these tokens, or hardly loses, is more than reading
+        takes.
+        """
+        alone = self.costs.target(sequences, context, sequences)
+        drafting = self.costs.target(2 * sequences, context, sequences) + self.costs.passes([sequences])
+        saved = alone / LIKELY - drafting / (1.0 + survival)  # of a token of each
         return tokens * saved / sequences >= self.costs.draft_rows(unread)
 
     def observe(self, outcome: Outcome) -> None:

@@ -40,13 +40,13 @@ class DepthPolicy(Protocol):
         """
         raise AssertionError("asked only of policies whose choices stand")
 
-    def reads_along(self, unread: int, tokens: float, survivals: list[float], sequences: int, context: int) -> bool:
+    def reads_along(self, unread: int, tokens: float, survival: float, sequences: int, context: int) -> bool:
         """Shall the draft model read a prompt while the target does, in the company of requests that are all alike?
 
         Args:
             unread: tokens that it would read.
             tokens: of completions that these are likely to serve.
-            survivals: the chances that the first 1, 2, ... drafts of each are kept; at least one.
+            survival: the chance that the first draft of each is kept.
             sequences: that will decode.
             context: tokens of all of them.
         """

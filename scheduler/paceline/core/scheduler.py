@@ -617,12 +617,11 @@ class Scheduler:
         share = Share(request, rows, samples, end, blocks)
         share.scores_ngram = samples and NGRAM in request.limits
         reads_prompt = rows > 1 or not (request.output_token_ids or request.pending)
-        depth = draft_limits(request, self.config).get(DRAFT_MODEL, 0) if reads_prompt else 0
-        if depth:
+        if reads_prompt and draft_limits(request, self.config).get(DRAFT_MODEL):
             fitting = self.batch.spare_blocks // self.config.blocks_for(request.num_tokens)
             coming = min(self.tenants.num_waiting, fitting, self.batch.num_places)
             sequences = len(self.running) + coming
-            if self.speculation.reads_along(request, depth, sequences):
+            if self.speculation.reads_along(request, sequences):
                 share.method, share.catch_up = DRAFT_MODEL, rows
         return share
 

@@ -108,23 +108,22 @@ class SpeculationControl:
             self.model_drafts = DRAFT_MODEL in methods or (NGRAM in methods and self.model_drafts)
         return chosen
 
-    def reads_along(self, request: Request, depth: int, sequences: int) -> bool:
+    def reads_along(self, request: Request, sequences: int) -> bool:
         """Shall the draft model read this prompt while the target does? What it does not read it catches up on once it
         is asked for a draft, for as many seconds of its own: where few drafts are to be expected, it waits for that. A
         request that must draft is asked at once.
 
         Args:
-            depth: that it may draft, at least 1.
             sequences: that will decode.
         """
         if request.speculation.min_depth:
             return True
         if not self.model_drafts:
             return False
-        survivals = self._survivals(request, DRAFT_MODEL, depth)
+        [survival] = self._survivals(request, DRAFT_MODEL, 1)
         unread = request.num_tokens - request.num_draft_computed
         context = sequences * request.num_tokens
-        return self.policy.reads_along(unread, request.tokens_to_serve, survivals, sequences, context)
+        return self.policy.reads_along(unread, request.tokens_to_serve, survival, sequences, context)
 
     def _candidate(self, request: Request, limits: dict[Method, int], match: int, budget: int) -> DepthCandidate:
         """What the policy chooses among: a request with the depths that it may have."""
