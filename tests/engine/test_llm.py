@@ -287,6 +287,14 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_ctrl_c_within_a_step_that_fails_comes_all_the_same() -> None:
+    engine = make_engine(wrap=lambda runner: InterruptedRunner(FailingRunner(runner, at_step=2), times=1))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        LLM.from_engine(engine).generate([1], max_tokens=20)
+    assert isinstance(caught.value.__context__, RuntimeError)
+    assert engine.has_failed
+
+
 def test_in_another_thread_signals_are_left_alone() -> None:
     llm = LLM.from_engine(make_engine())
     with ThreadPoolExecutor(1) as pool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from threading import current_thread, main_thread
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 
@@ -26,13 +26,10 @@ class CtrlC:
             signal.signal(signal.SIGINT, self._receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
-        if kind is None:
-            self.release()
+        self.release()  # whatever else is raised: nobody presses it twice to be heard once
 
     def hold(self) -> None:
         """From now on one waits."""
