@@ -99,10 +99,11 @@ def _arguments() -> argparse.Namespace:
 
 def _scale(arguments: argparse.Namespace) -> Scale:
     """The scale that is asked for, as a whole and in what has an option of its own."""
+    streams = arguments.concurrency
     asked: dict[str, Any] = {
         "seconds": arguments.seconds_per,
         "depths": arguments.depths,
-        "concurrencies": arguments.concurrency and tuple(parse_sizes(arguments.concurrency)),
+        "concurrencies": None if streams is None else tuple(parse_sizes(streams)),
         "memory": arguments.memory,
     }
     given = {name: value for name, value in asked.items() if value is not None}
