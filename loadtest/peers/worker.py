@@ -19,7 +19,7 @@ QUIT_SECONDS = 10.0
 
 
 class WorkerFailed(Exception):
-    """A worker ended, or said nothing for too long; the message has its last words."""
+    """A worker ended, said nothing for too long, or answered what tells nothing; the message says which."""
 
 
 class Worker:

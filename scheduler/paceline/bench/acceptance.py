@@ -136,8 +136,8 @@ def measure(
 def fill(
     trial: Trial, engine: Engine, prompts: Sequence[str | tuple[int, ...]], depth: int, max_tokens: int, samples: int
 ) -> None:
-    """Complete every prompt `samples` times by the trial's rule, and tally all; seeds, where the rule has
-    them, differ.
+    """Complete every prompt `samples` times by the trial's rule, and tally all; seeds, where the rule has them,
+    differ.
     """
     with recording(engine) as recorder:
         for sample in range(samples):
