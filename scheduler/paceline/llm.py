@@ -182,8 +182,10 @@ class LLM:
                     index, request, prepared = waiting.popleft()
                     first_id = self.engine.add(request, prepared)
                     index_of.update((first_id + choice, firsts[index] + choice) for choice in range(request.n))
-                finished = steps.step()
+                finished = steps.step_at_once()
                 ctrl_c.release()
+                if finished is None:
+                    self.engine.wait_for_turns()  # for as long as a day
                 for _, error in self.engine.take_refused():
                     raise error
                 for output in finished.outputs if finished is not None else ():

@@ -14,6 +14,7 @@ from engine.toy import FailingRunner, decode, expected, make_engine, num_free
 from paceline import client
 from paceline.core.params import SamplingParams
 from paceline.core.plan import FinishReason, StepPlan, StepResult, StepRunner
+from paceline.core.tenant_policy import TenantPolicy
 from paceline.engine import ChatMessage
 from paceline.errors import EngineDead, FailedPrecondition, InvalidArgument
 from paceline.llm import LLM, build_request
@@ -293,6 +294,23 @@ def test_ctrl_c_within_a_step_that_fails_comes_all_the_same() -> None:
         LLM.from_engine(engine).generate([1], max_tokens=20)
     assert isinstance(caught.value.__context__, RuntimeError)
     assert engine.has_failed
+
+
+def test_ctrl_c_while_tokens_are_waited_for_does_not_wait_with_them() -> None:
+    engine = make_engine()
+    limited = TenantPolicy(tokens_per_second=1e-3, burst_tokens=1.0)
+    engine.scheduler.tenants.set_policies({}, limited, 0.0)
+    engine.scheduler.tenants.get("", 0.0).spend(10, 0.0)
+
+    def wait(seconds: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it went on")
+
+    engine.wait = wait
+    with pytest.raises(KeyboardInterrupt):
+        LLM.from_engine(engine).generate([1, 2, 3], max_tokens=20)
+    assert not engine.has_failed
+    assert num_free(engine) == 64
 
 
 def test_in_another_thread_signals_are_left_alone() -> None:

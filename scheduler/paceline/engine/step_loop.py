@@ -38,8 +38,15 @@ class StepLoop:
         """The next step that is through; None if nothing is under way and nothing can be planned. Then, where every
         request waits for its tenant's tokens, they were waited for.
 
-        Once it has raised, whatever it was, the engine is dead.
+        Once a step has raised, whatever it was, the engine is dead.
         """
+        finished = self.step_at_once()
+        if finished is None:
+            self._engine.wait_for_turns()
+        return finished
+
+    def step_at_once(self) -> Finished | None:
+        """`step`, which leaves it to the caller to wait for tokens: see `Engine.wait_for_turns`."""
         with self._fatal():
             while self._engine.has_work:
                 plan = self._engine.plan()
@@ -50,7 +57,6 @@ class StepLoop:
                     break
             if self._under_way:
                 return self._finish()
-            self._engine.wait_for_turns()
             return None
 
     def drain(self) -> list[Finished]:
