@@ -71,7 +71,8 @@ class FakeMany(generation_pb2_grpc.GenerationServiceServicer):
                 case ["several"]:
                     answers = [pb.KeyedResponse(response=response) for response in SEVERAL]
                 case ["quit"]:
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "going away", (("grpc-retry-pushback-ms", "-1"),))
+                    metadata = ("grpc-retry-pushback-ms", "-1"), ("x-request-id", "stream")
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "going away", metadata)
                 case _:
                     answers = [pb.KeyedResponse(response=response) for response in CANNED]
             for answer in answers:
@@ -222,7 +223,7 @@ async def test_what_ends_a_stream_is_told_of_each_generation_by_its_own_id(clien
             with pytest.raises(errors.Unavailable, match="going away") as error:
                 await generation.collect()
             raised.append(error.value)
-    assert [isinstance(error, RpcError) and error.request_id for error in raised] == ["r-1", ""]
+    assert [isinstance(error, RpcError) and error.request_id for error in raised] == ["r-1", "stream"]
 
 
 async def test_writes_that_meet_the_end_of_the_stream_hide_no_status(client: AsyncClient, server: FakeMany) -> None:

@@ -57,11 +57,11 @@ class Reading:
         return read_delta(response) if response.text or response.token_ids or response.logprobs else None
 
     def _name(self, error: RpcError) -> RpcError:
-        """The error with the id that the server has told, where it does not say so itself: a broken connection's, or
-        one of many on a stream.
+        """The error with the id that the server has told, which a broken connection's has not, and for which that of a
+        whole stream has the stream's.
         """
         if self.started is not None:
-            error.request_id = error.request_id or self.started.request_id
+            error.request_id = self.started.request_id or error.request_id
         return error
 
     def _check_end(self) -> None:
