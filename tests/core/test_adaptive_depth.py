@@ -780,7 +780,7 @@ def test_catching_up_is_paid_over_many_steps_by_a_request_that_was_idle() -> Non
     costs = costs_by(lambda rows: 1.0, per_draft_row=0.1)
     assert choose(adaptive(costs), candidate(0.8, catch_up=40)) == [0], "4 passes for at most 9 tokens, every step"
     assert choose(adaptive(costs), candidate(0.8, catch_up=40, without=40))[0] > 1
-    assert choose(adaptive(costs), candidate(0.8, catch_up=4000, without=4000)) == [0]
+    assert choose(adaptive(costs), candidate(0.8, catch_up=4000, without=4000), budget=5000) == [0]
 
 
 @pytest.mark.parametrize(("tokens", "drafts"), [(1.0, False), (2.0, False), (12.0, True), (math.inf, True)])

@@ -232,14 +232,27 @@ def test_a_leader_aborted_while_others_hold_its_blocks(lag: int, method: Method)
 
 
 @both_lags
-def test_a_follower_aborted_in_the_queue_holds_up_nobody(lag: int) -> None:
-    harness = harness_of(budget=8, lag=lag)
+@pytest.mark.parametrize("budget", [8, 64])
+def test_a_follower_aborted_in_the_queue_holds_up_nobody(lag: int, budget: int) -> None:
+    harness = harness_of(budget=budget, lag=lag, long_prefill_threshold=8)
     leader, second, third = harness.add_group(3, 21, max_tokens=9)
     harness.step()
     harness.abort(second)
     harness.drain()
     assert third.num_cached_tokens == 20
     assert (leader.siblings.running, leader.siblings.held) == ({}, [])
+
+
+def test_who_waits_for_the_prompt_has_one_turn_however_many_leave_the_queue_meanwhile() -> None:
+    harness = harness_of(budget=64, max_queued=200, long_prefill_threshold=8)
+    leader, second, third = harness.add_group(3, 21, max_tokens=9)
+    others = [harness.add(40) for _ in range(150)]
+    harness.step()
+    for request in reversed(others):
+        if request.status is RequestStatus.WAITING:
+            harness.abort(request)
+    harness.drain()
+    assert [len(harness.admissions(request)) for request in (leader, second, third)] == [1, 1, 1]
 
 
 # -- short of blocks -------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from paceline.core.acceptance import Residual
 from paceline.core.adaptive_depth import AdaptiveDepth
 from paceline.core.config import PrefixScope, SchedulerConfig
 from paceline.core.cost_model import CostModel, StepShape
-from paceline.core.depth import NOTHING, Chosen, StepLoad
+from paceline.core.depth import NOTHING, Chosen, DepthCandidate, StepLoad
 from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SchedulingParams, SpeculationParams, StopParams, Verification
@@ -421,6 +421,18 @@ def test_a_prompt_is_not_read_along_for_a_few_tokens(max_tokens: int, reads: boo
     assert (sum(work.draft_catch_up for work in bench.works(request)) > 300) == reads
 
 
+def test_a_prompt_that_was_read_for_another_is_read_along_to_its_end_even_for_a_few_tokens() -> None:
+    prices = CostModel.from_functions(lambda rows: 10.0, lambda sequences: PASS, per_draft_row=0.25)
+    bench = Bench(AdaptiveDepth(prices), prices=prices, prefix_cache=PrefixScope.TENANT)
+    prompt = prompt_of(400)
+    bench.add(prompt, max_tokens=60)
+    bench.drain()
+    request = bench.add(prompt, max_tokens=4)
+    bench.drain()
+    first = bench.works(request)[0]
+    assert 0 < first.draft_catch_up == first.num_tokens < 50
+
+
 def test_a_prompt_is_read_along_for_those_who_will_find_it() -> None:
     """As soon as it is known that others come with the same one."""
     prices = CostModel.from_functions(lambda rows: 10.0, lambda sequences: PASS, per_draft_row=0.5)
@@ -440,6 +452,32 @@ def test_a_prompt_is_read_along_for_those_who_will_find_it() -> None:
     assert requests[0].counts.drafted == 0
     assert requests[-1].counts.drafted > 0
     assert sum(work.draft_catch_up for work in bench.works(requests[-1])) < 50, "it was read for an earlier one"
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_who_has_missed_its_prompt_counts_as_idle_at_once(reads: bool) -> None:
+    """Else it would pay for all of it in its first step, and not draft before the next decision."""
+
+    class Reading(FixedDepth):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.idle: list[int] = []
+
+        def reads_along(self, unread: int, tokens: float, survival: float, sequences: int, context: int) -> bool:
+            return reads
+
+        def choose(
+            self, candidates: Iterable[DepthCandidate], load: StepLoad, *, slot_price: float = 0.0
+        ) -> list[Chosen]:
+            [candidate] = candidates
+            self.idle.append(candidate.steps_without_model)
+            return super().choose([candidate], load, slot_price=slot_price)
+
+    policy = Reading()
+    bench = Bench(policy)
+    bench.add(40, max_tokens=10)
+    bench.drain()
+    assert policy.idle == [int(not reads), 0, 0, 0]
 
 
 def test_a_completion_that_is_longer_than_usual_becomes_twice_as_long() -> None:
