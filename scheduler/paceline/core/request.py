@@ -177,7 +177,7 @@ class Request:
     @property
     def tokens_to_serve(self) -> float:
         """Tokens of completions that are to be expected behind what is read now: its own, and those of others who find
-        that in the cache. Once a completion is longer than usual, it is expected to become twice as long as it is.
+        that in the cache. A completion is expected to become as long as usual, and at least twice as long as it is.
         """
         emitted = len(self.output_token_ids)
         to_come = max(self.usual_length - emitted, float(emitted))
