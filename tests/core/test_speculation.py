@@ -18,7 +18,7 @@ from paceline.core.depth_policy import DepthPolicy, FixedDepth
 from paceline.core.method import Method
 from paceline.core.params import SamplingParams, SchedulingParams, SpeculationParams, StopParams, Verification
 from paceline.core.plan import SequenceResult, SequenceWork, StepPlan, StepTimes
-from paceline.core.request import Request
+from paceline.core.request import Request, RequestStatus
 from paceline.core.sequence import Sequence
 from paceline.core.speculation import MAX_TENANTS, SpeculationControl
 from paceline.core.speculation_counts import SpeculationCounts
@@ -480,7 +480,29 @@ def test_who_has_missed_its_prompt_counts_as_idle_at_once(reads: bool) -> None:
     assert policy.idle == [int(not reads), 0, 0, 0]
 
 
-def test_a_completion_that_is_longer_than_usual_becomes_twice_as_long() -> None:
+@pytest.mark.parametrize("lag", [0, 1])
+def test_who_was_preempted_near_its_end_is_not_read_again_for_a_few_tokens(lag: int) -> None:
+    """Reading takes as long as ten steps, and it drafted right before, as the others go on to."""
+    prices = CostModel.from_functions(lambda rows: 10.0, lambda sequences: PASS, per_draft_row=0.25)
+    bench = Bench(AdaptiveDepth(prices), prices=prices, prefix_cache=PrefixScope.OFF, lag=lag)
+
+    def times(plan: StepPlan) -> StepTimes:
+        read = sum(prices.draft_rows(work.draft_catch_up) for work in plan.work)
+        draft = read + PASS * max(work.num_drafts for work in plan.work)
+        return StepTimes(draft=draft, total=10.0 + draft)
+
+    bench.runner.times = times  # type: ignore[method-assign]
+    request, *_ = bench.add(300, max_tokens=100), *[bench.add(5, max_tokens=300) for _ in range(9)]
+    bench.step_until(lambda: len(request.output_token_ids) >= 76)
+    assert request.depth > 0
+    bench.scheduler._preempt(request)
+    before = len(bench.works(request))
+    bench.step_until(lambda: request.status is RequestStatus.FINISHED)
+    assert sum(work.draft_catch_up for work in bench.works(request)[before:]) < 50
+    bench.drain()
+
+
+def test_a_completion_is_expected_to_become_as_long_as_usual_and_twice_as_long_as_it_is() -> None:
     bench = Bench(FixedDepth(0))
     for _ in range(3):
         bench.add(prompt_of(3), max_tokens=12, stop_ids=(reference_output(prompt_of(3), 10)[-1],))

@@ -57,7 +57,7 @@ class DepthPolicy(Protocol):
         return
 
     def forget(self, request_id: int) -> None:
-        """The request has ended; an unknown one is ignored."""
+        """The request has ended or lost its KV; an unknown one is ignored."""
         return
 
 

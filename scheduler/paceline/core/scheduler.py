@@ -667,6 +667,7 @@ class Scheduler:
         """Take all blocks back; the request will be computed anew, its emitted tokens included."""
         self._stop(request)
         self.kv.free(request.request_id)
+        self.speculation.preempted(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_draft_computed = 0

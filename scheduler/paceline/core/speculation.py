@@ -195,6 +195,10 @@ class SpeculationControl:
         self.policy.observe(Outcome(shape, times.draft, times.total, decodes, emitted, tuple(drafts)))
         return bill.charges
 
+    def preempted(self, request: Request) -> None:
+        """The request has lost its KV: what was chosen for it was chosen for a draft model that had read its text."""
+        self.policy.forget(request.request_id)
+
     def end(self, request: Request) -> None:
         """The request is gone: what it brought is booked for its tenant, its drafters and the whole server."""
         self.policy.forget(request.request_id)
