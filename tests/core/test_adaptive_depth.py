@@ -783,8 +783,11 @@ def test_catching_up_is_paid_over_many_steps_by_a_request_that_was_idle() -> Non
     assert choose(adaptive(costs), candidate(0.8, catch_up=4000, without=4000), budget=5000) == [0]
 
 
-@pytest.mark.parametrize(("tokens", "drafts"), [(1.0, False), (2.0, False), (12.0, True), (math.inf, True)])
+@pytest.mark.parametrize(
+    ("tokens", "drafts"), [(1.0, False), (2.0, False), (6.0, False), (12.0, True), (math.inf, True)]
+)
 def test_catching_up_is_paid_over_the_steps_to_come(tokens: float, drafts: bool) -> None:
+    """It takes 4 seconds, and then two steps of 1.5 bring what six without drafts do."""
     costs = costs_by(lambda rows: 1.0, per_draft_row=0.1)
     behind = changed(candidate(0.8, catch_up=40, without=40), tokens_to_serve=tokens)
     assert (choose(adaptive(costs), behind)[0] > 1) == drafts, "one is a probe"

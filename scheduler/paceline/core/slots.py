@@ -261,7 +261,7 @@ def reading_seconds(costs: CostModel, candidate: DepthCandidate, offer: Offer) -
         return 0.0, 0.0
     steps = 1.0
     if candidate.steps_without_model:
-        to_come = candidate.tokens_to_serve / (1.0 + offer.survivals[0])
+        to_come = candidate.tokens_to_serve / (1.0 + sum(offer.survivals))  # if it goes as deep as it may
         steps = max(steps, min(CATCH_UP_HORIZON, to_come))
     forward = costs.reading_seconds
     return (costs.draft_rows(offer.catch_up) - forward) / steps, forward / steps
