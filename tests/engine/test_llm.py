@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -250,6 +251,14 @@ def test_a_callback_that_raises_ends_everything_and_the_engine_lives_on() -> Non
     assert llm.generate([1], max_tokens=5)[0].token_ids == expected([1], 5)[0]
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where it is ignored, as in what a shell runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class InterruptedRunner:
     """Ctrl-C comes so many times within the third step."""
 
@@ -266,6 +275,7 @@ class InterruptedRunner:
         return self.runner.execute(plan)
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_within_a_step_comes_behind_it_and_the_engine_lives_on() -> None:
     engine = make_engine(wrap=lambda runner: InterruptedRunner(runner, times=1))
     llm, before = LLM.from_engine(engine), signal.getsignal(signal.SIGINT)
@@ -279,6 +289,7 @@ def test_ctrl_c_within_a_step_comes_behind_it_and_the_engine_lives_on() -> None:
     assert llm.generate([1], max_tokens=5)[0].token_ids == expected([1], 5)[0]
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_a_second_ctrl_c_does_not_wait() -> None:
     engine = make_engine(wrap=lambda runner: InterruptedRunner(runner, times=2))
     llm, before = LLM.from_engine(engine), signal.getsignal(signal.SIGINT)
@@ -288,6 +299,7 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_within_a_step_that_fails_comes_all_the_same() -> None:
     engine = make_engine(wrap=lambda runner: InterruptedRunner(FailingRunner(runner, at_step=2), times=1))
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -296,6 +308,7 @@ def test_ctrl_c_within_a_step_that_fails_comes_all_the_same() -> None:
     assert engine.has_failed
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_while_tokens_are_waited_for_does_not_wait_with_them() -> None:
     engine = make_engine()
     limited = TenantPolicy(tokens_per_second=1e-3, burst_tokens=1.0)
