@@ -586,7 +586,7 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
             request.usual_length = self.rate.usual_length(request.chosen_max_tokens) or math.inf
             tenant = self.tenants[request.tenant]
-            tenant.asked(len(request.prompt_token_ids), request.num_cached_tokens)
+            tenant.prompt_began(len(request.prompt_token_ids), request.num_cached_tokens)
             request.num_uses = tenant.uses
             # Before it is read, lest many prompts be let in at once; see `_end`.
             request.num_unread = request.num_to_compute

@@ -42,10 +42,10 @@ class Tenant:
     """
 
     __slots__ = (
-        "_asked",
         "_bucket",
         "_filled_at",
         "_found",
+        "_prompted",
         "_weight",
         "charged_seconds",
         "coming",
@@ -71,7 +71,7 @@ class Tenant:
         self.num_coming = 0
         self._bucket = policy.burst
         self._filled_at = now
-        self._asked = self._found = 0.0
+        self._prompted = self._found = 0.0  # tokens of a prompt, and those of them that were found, lately
 
     @property
     def is_live(self) -> bool:
@@ -86,15 +86,15 @@ class Tenant:
         """Places that its requests would take."""
         return self.num_running + len(self.queue)
 
-    def asked(self, tokens: int, found: int) -> None:
-        """A prompt of so many tokens begins, of which so many were found in the cache."""
-        self._asked += (1.0 - PROMPTS_DECAY) * (tokens - self._asked)
+    def prompt_began(self, tokens: int, found: int) -> None:
+        """Learn from a prompt of so many tokens, of which so many were found in the cache."""
+        self._prompted += (1.0 - PROMPTS_DECAY) * (tokens - self._prompted)
         self._found += (1.0 - PROMPTS_DECAY) * (found - self._found)
 
     @property
     def uses(self) -> float:
         """Prompts that a token lately served that was computed: where half are found, two."""
-        return self._asked / (self._asked - self._found) if self._asked else 1.0
+        return self._prompted / (self._prompted - self._found) if self._prompted else 1.0
 
     def grant(self, policy: TenantPolicy, now: float) -> None:
         """Put another policy in place: the bucket fills at the old rate up to now, and nothing is owed for the time
