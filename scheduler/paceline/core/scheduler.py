@@ -451,10 +451,9 @@ class Scheduler:
         return crowd
 
     def _could_fit(self, tenant: Tenant) -> bool:
-        """Its next request finds room, or would if all gave way to it who are ahead of it."""
-        request = self._first_of(tenant)
-        if request is None:
-            return False
+        """Its next request, which may start, finds room, or would if all gave way to it who are ahead of it."""
+        request = tenant.queue.first()
+        assert request is not None, "of a tenant that may start"
         known, _ = self.prefixes.find(request)
         missing = self.config.blocks_for(request.num_tokens) - len(known)
         batch = self.batch
@@ -519,7 +518,7 @@ class Scheduler:
             tenant = self.tenants.next(lambda one: one not in held_up and self._may_start(one, now))
             if tenant is None:
                 break
-            request = self._first_of(tenant)
+            request = tenant.queue.first()
             assert request is not None, "of a tenant that may start"
             # A preempted request waits for its outstanding results: they may bring tokens, or its end.
             if request.pending:
@@ -590,7 +589,7 @@ class Scheduler:
             request.num_uses = tenant.uses
             # Before it is read, lest many prompts be let in at once; see `_end`.
             request.num_unread = request.num_to_compute
-            self.tenants[request.tenant].spend(request.num_unread, now)
+            tenant.spend(request.num_unread, now)
         step.admitted.append(
             Admission(
                 request.request_id,
