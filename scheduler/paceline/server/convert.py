@@ -32,7 +32,7 @@ from paceline.core.request import RequestStats
 from paceline.engine import ChatMessage, GenerationRequest, Prompt
 from paceline.errors import InvalidArgument, NotFound, PacelineError
 from paceline.headers import check_name
-from paceline.options import MAX_CHUNK_DELAY, check_seconds
+from paceline.options import LONGEST_TIME, MAX_CHUNK_DELAY, check_seconds
 from paceline.server.status import retry_ms, rule_for
 from paceline.v1 import generation_pb2 as pb
 
@@ -225,9 +225,9 @@ def _read_scheduling(message: pb.SchedulingParams, deadline: float | None) -> Sc
         tenant=_read_name("scheduling.tenant", message.tenant),
         priority=message.priority,
         deadline=deadline,
-        queue_timeout=_read_time(message, "queue_timeout"),
-        time_to_first_token=_read_time(message, "time_to_first_token"),
-        time_per_output_token=_read_time(message, "time_per_output_token"),
+        queue_timeout=_read_seconds(message, "scheduling", "queue_timeout", above_zero=True),
+        time_to_first_token=_read_seconds(message, "scheduling", "time_to_first_token", above_zero=True),
+        time_per_output_token=_read_seconds(message, "scheduling", "time_per_output_token", above_zero=True),
     )
 
 
@@ -235,26 +235,27 @@ def read_hold(output: pb.OutputParams) -> float:
     """How long tokens may wait for others to go with them, in seconds; `math.inf`: until their choice ends. Raises
     InvalidArgument.
     """
-    delay = _read_seconds(output, "output", "max_chunk_delay") or 0.0
-    check_seconds("output.max_chunk_delay", delay, MAX_CHUNK_DELAY)
+    delay = _read_seconds(output, "output", "max_chunk_delay", MAX_CHUNK_DELAY) or 0.0
     return math.inf if output.final_only else delay
 
 
-def _read_time(message: pb.SchedulingParams, name: Any) -> float | None:
-    seconds = _read_seconds(message, "scheduling", name)
-    if seconds is not None:
-        check_seconds(f"scheduling.{name}", seconds, above_zero=True)
-    return seconds
-
-
-def _read_seconds(message: pb.SchedulingParams | pb.OutputParams, path: str, name: Any) -> float | None:
+def _read_seconds(
+    message: pb.SchedulingParams | pb.OutputParams,
+    path: str,
+    name: Any,
+    most: float = LONGEST_TIME,
+    *,
+    above_zero: bool = False,
+) -> float | None:
     if not message.HasField(name):
         return None
     duration: Duration = getattr(message, name)
     if abs(duration.nanos) >= 10**9 or duration.seconds * duration.nanos < 0:
         given = f"{duration.seconds} s {duration.nanos} ns"
         raise InvalidArgument(f"{path}.{name}", given, "a Duration: less than a second of ns, of the same sign")
-    return duration.seconds + duration.nanos / 1e9
+    seconds = duration.seconds + duration.nanos / 1e9
+    check_seconds(f"{path}.{name}", seconds, most, above_zero=above_zero)
+    return seconds
 
 
 def _read_logprobs(message: pb.OutputParams) -> LogprobsParams:
